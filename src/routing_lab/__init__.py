@@ -1,0 +1,22 @@
+"""routing_lab: controlled multi-seed experiments on how transformers route their tokens.
+
+Importing the package is cheap: torch is loaded when `route` or a model is first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from routing_lab.assembly import route
+
+__version__ = "0.1.0"
+__all__ = ["__version__", "route"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "route":
+        from routing_lab.assembly import route
+
+        return route
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
