@@ -1,0 +1,138 @@
+"""Types and ranges of the keys that say how a model is trained, initialised, executed and tracked.
+
+Plain pydantic models, read by `routing_lab.config`; nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+
+class _Strict(BaseModel):
+    """Refuses unknown keys, silent conversions and non-finite numbers."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+
+class TrainConfig(_Strict):
+    """The recipe (config group `recipe`, package `train`). Epochs are passes over the training split."""
+
+    recipe: str = Field(min_length=1, description="name of the recipe, kept in the record")
+    epochs: int = Field(ge=0, description="0 = no training: the initialised model goes straight to the test split")
+    batch_size: int = Field(ge=1, description="examples per optimiser step, over all devices and accumulated batches")
+    eval_batch_size: int = Field(ge=1, description="examples per evaluation batch and device")
+
+    optimizer: str = Field(min_length=1, description="a timm optimiser name")
+    lr: float = Field(gt=0)
+    weight_decay: float = Field(ge=0)
+    betas: list[float] | None = Field(min_length=2, max_length=2, description="null = the optimiser's own")
+    momentum: float = Field(ge=0, lt=1, description="for the optimisers that have one")
+    layer_decay: float | None = Field(gt=0, le=1, description="learning-rate factor per layer, counted from the head")
+    clip_grad: float | None = Field(gt=0, description="largest gradient norm")
+    accumulate: int = Field(ge=1, description="batches per optimiser step")
+
+    schedule: Literal["cosine", "linear", "step", "constant"]
+    min_lr: float = Field(ge=0)
+    warmup_epochs: float = Field(ge=0)
+    warmup_lr: float = Field(ge=0)
+    decay_epochs: float = Field(gt=0, description="schedule=step: epochs between two reductions")
+    decay_rate: float = Field(gt=0, le=1, description="schedule=step: factor of one reduction")
+
+    precision: Literal[32, "16-mixed", "bf16-mixed"]
+    compile: bool
+    ema_decay: float | None = Field(gt=0, lt=1, description="null = no moving average of the weights")
+
+    label_smoothing: float = Field(ge=0, lt=1)
+    augment: Literal["none", "light", "standard", "randaugment"]
+    mixup: float = Field(ge=0, description="alpha of the Beta distribution; 0 = off")
+    cutmix: float = Field(ge=0, description="alpha of the Beta distribution; 0 = off")
+    mixup_prob: float = Field(ge=0, le=1, description="probability that a batch is mixed at all")
+    erasing: float = Field(ge=0, le=1, description="probability that a part of an image is erased")
+
+    distill: Literal["none", "soft", "hard"]
+    distill_alpha: float = Field(ge=0, le=1, description="weight of the teacher's term; the labels have the rest")
+    distill_temperature: float = Field(gt=0)
+
+    selection: Literal["last", "best"] = Field(description="which weights are tested: the last, or the best by val/acc")
+
+    @field_validator("betas")
+    @classmethod
+    def _betas_below_one(cls, betas: list[float] | None) -> list[float] | None:
+        if betas is not None and not all(0 <= beta < 1 for beta in betas):
+            raise ValueError("expected two numbers in [0, 1)")
+        return betas
+
+    @field_validator("accumulate")
+    @classmethod
+    def _accumulate_divides(cls, accumulate: int, info: ValidationInfo) -> int:
+        batch_size = info.data.get("batch_size")
+        if batch_size is not None and batch_size % accumulate:
+            raise ValueError(f"expected a divisor of train.batch_size={batch_size}")
+        return accumulate
+
+    @field_validator("min_lr", "warmup_lr")
+    @classmethod
+    def _at_most_lr(cls, value: float, info: ValidationInfo) -> float:
+        lr = info.data.get("lr")
+        if lr is not None and value > lr:
+            raise ValueError(f"expected at most train.lr={lr}")
+        return value
+
+    @field_validator("warmup_epochs")
+    @classmethod
+    def _warmup_within_training(cls, value: float, info: ValidationInfo) -> float:
+        epochs = info.data.get("epochs")
+        if epochs and value > epochs:
+            raise ValueError(f"expected at most train.epochs={epochs}")
+        return value
+
+
+class ScratchInit(_Strict):
+    """Random weights from the initialisation stream of the seed."""
+
+    kind: Literal["scratch"]
+
+
+class PretrainedInit(_Strict):
+    """The weights timm publishes for `backbone.timm_name`."""
+
+    kind: Literal["pretrained"]
+
+
+class CheckpointInit(_Strict):
+    """Weights from a file: safetensors, or a torch file that loads with `weights_only=True`."""
+
+    kind: Literal["checkpoint"]
+    path: str = Field(min_length=1)
+
+
+class DenseInit(_Strict):
+    """The weights of the dense run of the same backbone, data, recipe and seed, trained first if it is missing."""
+
+    kind: Literal["dense"]
+    epochs: int | None = Field(ge=0, description="epochs of that dense run; null = train.epochs")
+
+
+InitConfig = Annotated[ScratchInit | PretrainedInit | CheckpointInit | DenseInit, Field(discriminator="kind")]
+
+
+class RuntimeConfig(_Strict):
+    """Where and how fast a run executes; none of it is part of the run's identity."""
+
+    accelerator: Literal["auto", "cpu", "gpu", "mps"] = "auto"
+    devices: int = Field(default=1, ge=1)
+    strategy: str = Field(default="auto", min_length=1, description="a Lightning strategy")
+    workers: int = Field(default=0, ge=0, description="data-loading processes")
+    threads: int | None = Field(default=None, ge=1, description="null = torch's own number")
+    progress: Literal["auto", "bar", "plain", "none"] = "auto"
+
+
+class WandbConfig(_Strict):
+    """Weights & Biases: a mirror of the record on disk."""
+
+    mode: Literal["offline", "online", "disabled"] = "offline"
+    project: str = Field(default="routing_lab", min_length=1)
+    entity: str | None = None
+    tags: list[str] = []
