@@ -1,0 +1,321 @@
+"""What every shipped member of an axis is, in facts that need no torch.
+
+The configuration checks read these facts before any model exists, and the torch classes carry the same objects as
+their class attribute `traits`, so that a check and the code it guards cannot disagree. A member from outside the
+package states its facts the same way: `traits = RouterTraits(attention=frozenset({"received"}))`.
+
+Placements are plain functions `(depth, **options) -> list of zero-based layer indices`; they live here because
+placing layers needs nothing but numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+
+AXES = ("router", "scaling", "capacity", "placement", "bypass", "visibility")
+"""The config groups whose members are classes or functions named by `_target_`."""
+
+AttentionStatistic = Literal["received", "class_row"]
+SubLayer = Literal["block", "attention", "mlp"]
+TokenKind = Literal["class", "distillation", "registers", "prefix", "self"]
+
+SUBLAYERS: tuple[SubLayer, ...] = ("block", "attention", "mlp")
+
+
+@dataclass(frozen=True, slots=True)
+class RouterTraits:
+    """Facts about a router, the source of one score per token.
+
+    attention: statistics of another layer's attention map that the score is made of: `received` (column mean, A-MoD
+        Eq. 4) or `class_row` (the class token's row, EViT). Empty: no attention map is needed.
+    learned: the router has parameters that training is meant to change.
+    boundary: the score at which the router's own two-way decision "attend or not" flips; None if it makes none.
+    probability: scores are probabilities of a two-way softmax, so that `1 - score` weighs the bypass.
+    positive: scores are never negative.
+    unit_mass: scores of one sample sum to one, so that their mean is 1/N and a raw product removes most of the update.
+    needs_class_token: the score reads the class token.
+    routes: False only for `dense`, which routes nothing.
+    """
+
+    attention: frozenset[AttentionStatistic] = frozenset()
+    learned: bool = False
+    boundary: float | None = None
+    probability: bool = False
+    positive: bool = False
+    unit_mass: bool = False
+    needs_class_token: bool = False
+    routes: bool = True
+
+    @property
+    def choice(self) -> bool:
+        """Whether the score carries a two-way decision that `capacity=argmax` can follow."""
+        return self.boundary is not None
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingTraits:
+    """Facts about an output rule, the way a kept token's score enters the output.
+
+    uses_score: the output depends on the score's value, not only on the selection.
+    gives_router_gradient: a learned router receives a gradient through this rule.
+    no_gradient_forms: values of the option `form` under which it does not.
+    needs_probability: the rule is defined only for a router whose scores are two-way probabilities.
+    sublayers: the parts of a block that may be routed under this rule.
+    bypasses: the bypass members it is defined with; None: any.
+    """
+
+    uses_score: bool = True
+    gives_router_gradient: bool = True
+    no_gradient_forms: tuple[str, ...] = ()
+    needs_probability: bool = False
+    sublayers: tuple[SubLayer, ...] = SUBLAYERS
+    bypasses: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityTraits:
+    """Facts about a selection rule.
+
+    has_fraction: the rule keeps a stated fraction of the tokens (`capacity.fraction`).
+    needs_choice: the rule follows the router's own two-way decision.
+    ragged: samples of one batch may keep different numbers of tokens.
+    """
+
+    has_fraction: bool = True
+    needs_choice: bool = False
+    ragged: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BypassTraits:
+    """Facts about the fate of a token that was not kept. sublayers: the parts of a block it is defined for."""
+
+    sublayers: tuple[SubLayer, ...] = SUBLAYERS
+
+
+@dataclass(frozen=True, slots=True)
+class VisibilityTraits:
+    """Facts about the keys that a kept token attends to. all_keys: bypassed tokens are visible too."""
+
+    all_keys: bool = False
+
+
+RECEIVED: frozenset[AttentionStatistic] = frozenset({"received"})
+CLASS_ROW: frozenset[AttentionStatistic] = frozenset({"class_row"})
+
+ROUTERS: Mapping[str, RouterTraits] = MappingProxyType(
+    {
+        "dense": RouterTraits(routes=False),
+        "linear": RouterTraits(learned=True, boundary=0.0),
+        "mlp": RouterTraits(learned=True, boundary=0.5, probability=True, positive=True),
+        "amod": RouterTraits(attention=RECEIVED, positive=True, unit_mass=True),
+        "cls_attention": RouterTraits(attention=CLASS_ROW, positive=True, unit_mass=True, needs_class_token=True),
+        "subspace": RouterTraits(),
+        "mix": RouterTraits(attention=RECEIVED, learned=True),
+        "random": RouterTraits(positive=True),
+        "constant": RouterTraits(),
+    }
+)
+
+SCALINGS: Mapping[str, ScalingTraits] = MappingProxyType(
+    {
+        "multiply": ScalingTraits(),
+        "none": ScalingTraits(uses_score=False, gives_router_gradient=False),
+        "straight_through": ScalingTraits(uses_score=False, no_gradient_forms=("stop_gradient",)),
+        "soft_mix": ScalingTraits(needs_probability=True, sublayers=("attention",), bypasses=("project", "skip")),
+        "top1_probability": ScalingTraits(needs_probability=True),
+    }
+)
+
+CAPACITIES: Mapping[str, CapacityTraits] = MappingProxyType(
+    {
+        "topk": CapacityTraits(),
+        "percentile": CapacityTraits(ragged=True),
+        "threshold": CapacityTraits(has_fraction=False, ragged=True),
+        "argmax": CapacityTraits(has_fraction=False, needs_choice=True, ragged=True),
+    }
+)
+
+BYPASSES: Mapping[str, BypassTraits] = MappingProxyType(
+    {"skip": BypassTraits(), "project": BypassTraits(sublayers=("attention",))}
+)
+
+VISIBILITIES: Mapping[str, VisibilityTraits] = MappingProxyType(
+    {"kept": VisibilityTraits(), "all": VisibilityTraits(all_keys=True)}
+)
+
+
+def alternate(depth: int, first: int = 1, stride: int = 2) -> list[int]:
+    """Layers `first`, `first + stride`, ... : every second layer by default, each after a dense one (A-MoD)."""
+    if stride < 1:
+        raise ValueError(f"placement.stride = {stride}: must be at least 1")
+    return _in_range(list(range(first, depth, stride)) or [first], depth, "placement.first")
+
+
+def later(depth: int, first: int | None = None) -> list[int]:
+    """Every layer from `first` on; None starts at the middle, layer `depth // 2`."""
+    start = depth // 2 if first is None else first
+    return _in_range(list(range(start, depth)) or [start], depth, "placement.first")
+
+
+def every(depth: int, first: int = 1) -> list[int]:
+    """Every layer from `first` on."""
+    return later(depth, first)
+
+
+def stages(depth: int, layers: Sequence[int] = (3, 6, 9)) -> list[int]:
+    """The given zero-based layers: (3, 6, 9) are the fourth, seventh and tenth block (EViT, DynamicViT)."""
+    return listed(depth, layers)
+
+
+def bilayer(depth: int) -> list[int]:
+    """T-D-T-D-...-T (DTRNet): layers 1, 3, 5, ... but never the last, so that the first and last layers are dense."""
+    return [layer for layer in range(1, depth - 1) if layer % 2 == 1]
+
+
+def trilayer(depth: int) -> list[int]:
+    """T-D-D-T-D-D-...-T (DTRNet): layers 1, 2, 4, 5, ... but never the last."""
+    return [layer for layer in range(1, depth - 1) if layer % 3 != 0]
+
+
+def listed(depth: int, layers: Sequence[int], base: int = 0) -> list[int]:
+    """The given layers, counted from `base` (0 or 1)."""
+    routed = _in_range([layer - base for layer in layers], depth, "placement.layers", base)
+    if len(set(routed)) != len(routed):
+        raise ValueError(f"placement.layers = {list(layers)}: names a layer twice")
+    return sorted(routed)
+
+
+PLACEMENTS: Mapping[str, Callable[..., list[int]]] = MappingProxyType(
+    {
+        "alternate": alternate,
+        "later": later,
+        "every": every,
+        "stages": stages,
+        "bilayer": bilayer,
+        "trilayer": trilayer,
+        "list": listed,
+    }
+)
+
+TARGETS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "router": MappingProxyType(
+            {
+                "dense": "routing_lab.routing.routers.DenseRouter",
+                "linear": "routing_lab.routing.routers.LinearRouter",
+                "mlp": "routing_lab.routing.routers.MLPRouter",
+                "amod": "routing_lab.routing.routers.AttentionReceivedRouter",
+                "cls_attention": "routing_lab.routing.routers.ClassAttentionRouter",
+                "subspace": "routing_lab.routing.routers.SubspaceRouter",
+                "mix": "routing_lab.routing.routers.MixRouter",
+                "random": "routing_lab.routing.routers.RandomRouter",
+                "constant": "routing_lab.routing.routers.ConstantRouter",
+            }
+        ),
+        "scaling": MappingProxyType(
+            {
+                "multiply": "routing_lab.routing.scaling.Multiply",
+                "none": "routing_lab.routing.scaling.NoScaling",
+                "straight_through": "routing_lab.routing.scaling.StraightThrough",
+                "soft_mix": "routing_lab.routing.scaling.SoftMix",
+                "top1_probability": "routing_lab.routing.scaling.Top1Probability",
+            }
+        ),
+        "capacity": MappingProxyType(
+            {
+                "topk": "routing_lab.routing.capacity.TopK",
+                "percentile": "routing_lab.routing.capacity.Percentile",
+                "threshold": "routing_lab.routing.capacity.Threshold",
+                "argmax": "routing_lab.routing.capacity.Argmax",
+            }
+        ),
+        "placement": MappingProxyType(
+            {name: f"routing_lab.routing.members.{function.__name__}" for name, function in PLACEMENTS.items()}
+        ),
+        "bypass": MappingProxyType(
+            {"skip": "routing_lab.routing.bypass.Skip", "project": "routing_lab.routing.bypass.Project"}
+        ),
+        "visibility": MappingProxyType(
+            {"kept": "routing_lab.routing.visibility.Kept", "all": "routing_lab.routing.visibility.All"}
+        ),
+    }
+)
+"""The class (for a placement: the function) behind each shipped member, as its YAML file names it in `_target_`."""
+
+
+def routed_layers(placement: str | Callable[..., list[int]], depth: int, **options: Any) -> list[int]:
+    """Zero-based indices of the routed layers, ascending, for a placement (its name or its function) and its options.
+
+    Raises ValueError, naming the config key, when a layer lies outside `0 .. depth - 1`.
+    """
+    function = PLACEMENTS[placement] if isinstance(placement, str) else placement
+    routed = sorted(function(depth, **options))
+    return _in_range(routed, depth, "placement")
+
+
+def attention_sources(
+    routed: Sequence[int],
+    depth: int,
+    source: str | int = "previous",
+    lag: int = 2,
+    fill: str = "none",
+    sublayer: str = "block",
+) -> dict[int, int]:
+    """For each routed layer the layer whose attention map its score is made of.
+
+    source: `previous` (l - 1), `lag` (l - lag), `last_dense` (the nearest layer below l that is not routed), `same`
+        (l itself, whose attention is complete only when no more than its MLP is routed) or the index of a layer.
+    fill: what stands in for tokens that a routed source layer did not attend to; `none` refuses such a source.
+
+    Raises ValueError, naming the config key, when a source does not exist or is incomplete.
+    """
+    if source == "same" and sublayer != "mlp":
+        raise ValueError(
+            "placement.attention_source = same: the layer's own attention is known before its tokens are selected "
+            f"only with placement.sublayer=mlp, not {sublayer}"
+        )
+    chosen = set(routed)
+    complete = sublayer == "mlp"  # then every token takes part in attention in every layer
+    sources: dict[int, int] = {}
+    for layer in sorted(chosen):
+        found = _source_of(layer, chosen, source, lag)
+        if found is None or found < 0:
+            raise ValueError(
+                f"placement.attention_source = {source}: routed layer {layer} (zero-based) has no "
+                f"{'dense layer below it' if source == 'last_dense' else 'such layer below it'} to take attention from"
+            )
+        if found >= depth or found > layer or (found == layer and not complete):
+            raise ValueError(
+                f"placement.attention_source = {source}: layer {found} runs after the selection of routed layer "
+                f"{layer}; name a layer below every routed layer (zero-based)"
+            )
+        if found in chosen and not complete and fill == "none":
+            raise ValueError(
+                f"placement.attention_source = {source}: layer {found}, the source of routed layer {layer}, is itself "
+                "routed, so that its attention map lacks tokens; use attention_source=last_dense or choose "
+                "placement.attention_fill=zero, mean or carry"
+            )
+        sources[layer] = found
+    return sources
+
+
+def _source_of(layer: int, routed: set[int], source: str | int, lag: int) -> int | None:
+    if isinstance(source, int):
+        return source
+    if source == "last_dense":
+        return max((below for below in range(layer) if below not in routed), default=None)
+    return layer - {"previous": 1, "lag": lag, "same": 0}[source]
+
+
+def _in_range(routed: list[int], depth: int, key: str, base: int = 0) -> list[int]:
+    outside = [layer + base for layer in routed if not 0 <= layer < depth]
+    if outside:
+        counted = "zero-based" if base == 0 else "counted from 1"
+        raise ValueError(
+            f"{key} = {', '.join(map(str, outside))}: the backbone has layers {base} to {depth - 1 + base} ({counted})"
+        )
+    return routed
