@@ -1,0 +1,368 @@
+"""What a run leaves behind, and how it is written and read.
+
+A run folder holds `config.yaml`, `run.json` (the record), `history.csv`, `predictions.npz` and `checkpoints/`. The
+record is one JSON object with the sections of `SECTIONS`; accuracies are fractions in [0, 1], costs are
+multiply-accumulates of one example, times are seconds.
+
+Files are written to a temporary name in the same folder and then renamed, so that a reader sees the old file or the
+new one and never half of one. Importing this module costs a few milliseconds: pandas and numpy are loaded by the
+functions that need them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    import pandas as pd
+
+SCHEMA = 1
+"""Version of the record; a record of a newer version is not read."""
+
+STATUSES = ("running", "finished", "failed", "interrupted")
+"""What a writer puts into `status`. Reading adds `unreadable`, with the cause under `reason`."""
+
+AXES = ("backbone", "router", "scaling", "capacity", "placement", "bypass", "visibility", "data", "init")
+"""The choices that define an arm; `axes` holds for each of them the member's name and its options."""
+
+SECTIONS = ("axes", "config", "metrics", "cost", "routing", "environment", "git", "data", "init")
+"""Sections of a record that are mappings; a missing one reads as empty."""
+
+NOT_COMPARED = ("seed", "study", "arm", "name", "rerun", "paths", "wandb", "runtime", "hydra")
+"""Top-level config keys that never make two runs different arms."""
+
+RECORD_FILE = "run.json"
+
+_REQUIRED = ("schema", "run_id", "name", "status", "seed")
+
+
+class RecordError(ValueError):
+    """A record that is missing, half-written, damaged or of another schema."""
+
+
+def new_record(config: Mapping[str, Any], *, run_id: str, name: str, command: str) -> dict[str, Any]:
+    """The record of a run that starts now, with every section present.
+
+    Args:
+        config: the resolved configuration, a plain mapping with one node per axis; it is stored whole, and the axes'
+            names and options are repeated under `axes`.
+        run_id: identity of the run, the hash of its resolved configuration.
+        name: readable name of the run.
+        command: the command that a person types to get this run again.
+    """
+    record: dict[str, Any] = {
+        "schema": SCHEMA,
+        "run_id": run_id,
+        "name": name,
+        "status": "running",
+        "command": command,
+        "seed": config["seed"],
+        "study": config.get("study"),
+        "arm": config.get("arm"),
+        **{section: {} for section in SECTIONS},
+        "warnings": [],
+    }
+    record["config"] = dict(config)
+    record["axes"] = {axis: _visible(config[axis]) for axis in AXES if isinstance(config.get(axis), Mapping)}
+    return record
+
+
+def write_text(path: Path | str, text: str) -> Path:
+    """Write `text` (UTF-8, newlines as given) so that `path` holds all of it or what it held before."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "w", encoding="utf-8", newline="") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _sync_folder(path.parent)
+    return path
+
+
+def write_json(path: Path | str, payload: Mapping[str, Any]) -> Path:
+    """Write `payload` as JSON, atomically and with the same bytes for equal payloads.
+
+    Keys are sorted, whole numbers among them by value. Floats are written with the digits that give the same float
+    back; NaN and infinities as `NaN` and `Infinity`, the dialect that Python and pandas read. Tuples and arrays
+    become lists, numpy numbers plain numbers, paths strings.
+
+    Raises:
+        TypeError: a value that JSON cannot hold.
+    """
+    text = json.dumps(_plain(payload), indent=1, ensure_ascii=False)
+    return write_text(path, text + "\n")
+
+
+def read_record(folder: Path | str) -> dict[str, Any]:
+    """The record in a run folder, with the folder itself under `folder` and every section of `SECTIONS` present.
+
+    Raises:
+        RecordError: no record, or one that cannot be read; the message names the file and the cause.
+    """
+    path = os.path.join(folder, RECORD_FILE)
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+    except (FileNotFoundError, NotADirectoryError):
+        raise RecordError(f"{path}: no record") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecordError(f"{path}: {error}") from error
+    return _parse(text, path, folder)
+
+
+def read_records(root: Path | str) -> list[dict[str, Any]]:
+    """All records at or below `root`, ordered by name, then by run_id.
+
+    A run folder that cannot be read gives a record with the status `unreadable`, the cause under `reason` and empty
+    sections, so that a table can say that it is missing. A folder with a `config.yaml` and no record is such a folder
+    too.
+
+    Raises:
+        RecordError: `root` is not a folder.
+    """
+    if not os.path.isdir(root):
+        raise RecordError(f"{root}: not a folder; give the folder that holds the runs (paths.runs)")
+    records = []
+    for folder in _run_folders(os.fspath(root)):
+        try:
+            records.append(read_record(folder))
+        except RecordError as error:
+            records.append(_unreadable(folder, str(error)))
+    return sorted(records, key=lambda record: (natural(record["name"]), record["run_id"], record["folder"]))
+
+
+def is_finished(record: Mapping[str, Any]) -> bool:
+    """Whether the run went to its end, so that its metrics count."""
+    return bool(record["status"] == "finished")
+
+
+def read_history(record: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Columns of the run's `history.csv` as lists of floats, NaN where a cell is empty; empty without a history."""
+    import csv
+
+    path = os.path.join(record["folder"], "history.csv")
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            header, *rows = list(csv.reader(file)) or [[]]
+    except FileNotFoundError:
+        return {}
+    return {name: [_number(row[i]) if i < len(row) else math.nan for row in rows] for i, name in enumerate(header)}
+
+
+def read_predictions(record: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """The run's `predictions.npz`: `index`, `target`, `prediction`, `loss` [N] (and `logits` [N, classes]), by
+    ascending index.
+
+    Raises:
+        RecordError: no such file, or one that cannot be read.
+    """
+    import numpy as np
+
+    path = os.path.join(record["folder"], "predictions.npz")
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            arrays = {name: archive[name] for name in archive.files}
+        order = np.argsort(arrays["index"], kind="stable")
+    except Exception as error:
+        raise RecordError(f"{path}: {error!r}") from error
+    return {name: array[order] for name, array in arrays.items()}
+
+
+def flatten(tree: Mapping[str, Any], separator: str = ".", prefix: str = "") -> dict[str, Any]:
+    """One level of keys: `{"router": {"name": "amod"}}` becomes `{"router.name": "amod"}`. Lists stay values."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            flat.update(flatten(value, separator, f"{prefix}{key}{separator}"))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def compared_config(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The flat configuration that makes the run's arm: everything but `NOT_COMPARED` and class paths; `axes` without
+    a config.
+    """
+    config = record["config"] or record["axes"]
+    kept = {key: value for key, value in config.items() if key not in NOT_COMPARED}
+    return {key: value for key, value in flatten(kept).items() if not key.endswith("_target_")}
+
+
+def to_frame(records: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    """One tidy row per run.
+
+    Columns: `run_id, name, status, study, arm, seed` as they are, then `scale`; configuration keys with dots
+    (`router.name`, `capacity.fraction`); everything measured with slashes: metrics under their own names
+    (`test/acc`), other sections with the section in front (`cost/macs_measured`, `routing/kept_fraction/3`,
+    `git/commit`). Lists are JSON text, so that every cell can be grouped and written to CSV.
+    """
+    import pandas as pd
+
+    rows = []
+    for record in records:
+        row = {key: record.get(key) for key in ("run_id", "name", "status", "study", "arm", "seed")}
+        row["scale"] = scale_label(record)
+        row.update(compared_config(record))
+        row.update(record["metrics"])
+        for section in ("cost", "routing", "environment", "git", "data", "init"):
+            row.update(flatten(record[section], "/", f"{section}/"))
+        row["num_warnings"] = len(record["warnings"])
+        row["folder"] = record.get("folder")
+        rows.append({key: _cell(value) for key, value in row.items()})
+    return pd.DataFrame(rows)
+
+
+def scale_label(record: Mapping[str, Any]) -> str:
+    """`paper`, `small` or `toy`: what the run's backbone, data and recipe can stand for.
+
+    `paper`: a published backbone on a data set of the papers, under a recipe other than `quick`. `toy`: the embedded
+    or synthetic data, or a backbone of a few thousand parameters. `small`: everything between. Runs that are not
+    `paper` reproduce no published number.
+    """
+    backbone, data = _member(record, "backbone"), _member(record, "data")
+    if data in _TOY_DATA or backbone in _TOY_BACKBONES:
+        return "toy"
+    if data in _PAPER_DATA and backbone in _PAPER_BACKBONES and _recipe(record) != "quick":
+        return "paper"
+    return "small"
+
+
+def member_name(record: Mapping[str, Any], axis: str) -> str | None:
+    """Name of the member that the run used on an axis (`amod` on `router`), or None where the record does not say."""
+    return _member(record, axis)
+
+
+def natural(text: str) -> tuple[tuple[int, int, str], ...]:
+    """Sort key under which `layer10` follows `layer9`."""
+    parts = re.split(r"(\d+)", str(text))
+    return tuple((1, 0, part) if i % 2 == 0 else (0, int(part), "") for i, part in enumerate(parts) if part)
+
+
+_TOY_DATA = frozenset({"digits", "planted"})
+_TOY_BACKBONES = frozenset({"vit_micro", "llama_micro"})
+_PAPER_DATA = frozenset({"imagenet", "imagenet100", "cifar10", "cifar100", "cars", "pets", "flowers"})
+_PAPER_BACKBONES = frozenset({"deit_tiny", "deit_small", "vit_base", "vit_large", "dinov2_small"})
+
+
+def _run_folders(root: str) -> Iterator[str]:
+    if os.path.exists(os.path.join(root, RECORD_FILE)):
+        yield root
+        return
+    with os.scandir(root) as entries:
+        listed = [(entry.name, entry.is_dir()) for entry in entries if not entry.name.startswith(".")]
+    if any(name == "config.yaml" for name, is_folder in listed if not is_folder):
+        yield root
+        return
+    for name, is_folder in listed:
+        if is_folder:
+            yield from _run_folders(os.path.join(root, name))
+
+
+def _parse(text: str, path: str, folder: Path | str) -> dict[str, Any]:
+    try:
+        record = json.loads(text)
+    except ValueError as error:
+        raise RecordError(f"{path}: not JSON ({error}); the file is half-written or damaged") from error
+    if not isinstance(record, dict):
+        raise RecordError(f"{path}: holds a {type(record).__name__}, not a record")
+    missing = [key for key in _REQUIRED if key not in record]
+    if missing:
+        raise RecordError(f"{path}: lacks {', '.join(missing)}")
+    if not isinstance(record["schema"], int) or not 1 <= record["schema"] <= SCHEMA:
+        raise RecordError(f"{path}: schema {record['schema']!r}; this version reads 1 to {SCHEMA}")
+    if record["status"] not in STATUSES:
+        raise RecordError(f"{path}: status {record['status']!r}; one of {', '.join(STATUSES)} is expected")
+    for section in SECTIONS:
+        if not isinstance(record.setdefault(section, {}), dict):
+            raise RecordError(f"{path}: {section} is a {type(record[section]).__name__}, not a mapping")
+    if not isinstance(record.setdefault("warnings", []), list):
+        raise RecordError(f"{path}: warnings is a {type(record['warnings']).__name__}, not a list")
+    record.setdefault("study", None)
+    record.setdefault("arm", None)
+    record["folder"] = os.fspath(folder)
+    return record
+
+
+def _unreadable(folder: str, reason: str) -> dict[str, Any]:
+    name = os.path.basename(os.path.normpath(folder))
+    return {
+        "schema": SCHEMA,
+        "run_id": name,
+        "name": name,
+        "status": "unreadable",
+        "reason": reason,
+        "command": "",
+        "seed": None,
+        "study": None,
+        "arm": None,
+        **{section: {} for section in SECTIONS},
+        "warnings": [],
+        "folder": folder,
+    }
+
+
+def _visible(node: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in node.items() if not str(key).startswith("_")}
+
+
+def _member(record: Mapping[str, Any], axis: str) -> str | None:
+    node = record["axes"].get(axis) or record["config"].get(axis)
+    name = node.get("name") if isinstance(node, Mapping) else node
+    return None if name is None else str(name)
+
+
+def _recipe(record: Mapping[str, Any]) -> str | None:
+    node = record["config"].get("train")
+    return node.get("name") if isinstance(node, Mapping) else None
+
+
+def _plain(value: Any) -> Any:
+    if value is None or type(value) in (str, bool, int, float):
+        return value
+    if isinstance(value, Mapping):
+        keys = sorted(((str(key), key) for key in value), key=lambda pair: natural(pair[0]))
+        return {key: _plain(value[original]) for key, original in keys}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return [_plain(item) for item in sorted(value)]
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist())
+    if isinstance(value, (str, int, float)):
+        return next(kind(value) for kind in (str, int, float) if isinstance(value, kind))
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    raise TypeError(f"a record cannot hold a {type(value).__name__}: {value!r}")
+
+
+def _cell(value: Any) -> Any:
+    return json.dumps(value) if isinstance(value, (list, tuple, dict)) else value
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def _sync_folder(folder: Path) -> None:
+    if os.name != "posix":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
