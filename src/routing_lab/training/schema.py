@@ -19,7 +19,7 @@ class _Strict(BaseModel):
 class TrainConfig(_Strict):
     """The recipe (config group `recipe`, package `train`). Epochs are passes over the training split."""
 
-    recipe: str = Field(min_length=1, description="name of the recipe, kept in the record")
+    name: str = Field(min_length=1, description="name of the recipe, kept in the record")
     epochs: int = Field(ge=0, description="0 = no training: the initialised model goes straight to the test split")
     batch_size: int = Field(ge=1, description="examples per optimiser step, over all devices and accumulated batches")
     eval_batch_size: int = Field(ge=1, description="examples per evaluation batch and device")
