@@ -1,0 +1,272 @@
+"""Multiply-accumulates of a transformer whose layers treat different numbers of tokens. Imports no torch.
+
+Convention. The unit is one multiply-accumulate (MAC) for one image or one sequence; FLOPs in the two-per-MAC
+convention, which `torch.utils.flop_counter` prints, are exactly twice these numbers. Counted are the patch embedding
+convolution, the query, key, value and output projections, the products QK^T and AV, the MLP matrices and the head.
+Not counted are biases, normalisation, softmax, activations, residual additions, position embeddings, token
+embeddings, gather and scatter. Causal attention is not halved. Routers are counted apart (`linear_router_macs`, ...).
+
+One block costs, for n_q queries, n_k keys, n_v values, n_o outputs, n_m tokens in the MLP and `pairs` = n_q n_k,
+
+    n_q D A + (n_k + n_v) D A_kv + 2 pairs A + n_o A D + n_m m D M
+
+with A = heads x head_dim, A_kv = kv_heads x head_dim, MLP width M and m MLP matrices. With A = A_kv = D, M = 4 D,
+m = 2 and equal counts n this is the familiar 12 n D^2 + 2 n^2 D.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import repeat
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The numbers of a backbone that its cost depends on.
+
+    Args:
+        width: D, width of the residual stream.
+        depth: number of blocks.
+        heads: query heads.
+        mlp_hidden: M, width between the MLP's matrices.
+        positions: patches of an image, or positions of a text.
+        prefix: further tokens: class, distillation, registers.
+        patch_inputs: values that one patch is embedded from, patch^2 x channels; 0 for an embedding by table.
+        classes: outputs of the head; 0 without one.
+        head_tokens: tokens a head is applied to: 1 for an image, 2 with a distillation head, all of a text.
+        head_dim: width of one head; None: width / heads.
+        kv_heads: key and value heads; None: as many as query heads.
+        mlp_matrices: m, 2 for a plain MLP, 3 for a gated one (SwiGLU).
+
+    Raises ValueError when the heads do not divide the width and `head_dim` is not given.
+    """
+
+    width: int
+    depth: int
+    heads: int
+    mlp_hidden: int
+    positions: int
+    prefix: int = 1
+    patch_inputs: int = 0
+    classes: int = 0
+    head_tokens: int = 1
+    head_dim: int | None = None
+    kv_heads: int | None = None
+    mlp_matrices: Literal[2, 3] = 2
+
+    def __post_init__(self) -> None:
+        if self.head_dim is None and self.width % self.heads:
+            raise ValueError(f"width = {self.width}: must be a multiple of heads = {self.heads}, or give head_dim")
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that enter the first block."""
+        return self.positions + self.prefix
+
+    @property
+    def query_width(self) -> int:
+        """A, width of all query heads together."""
+        return self.heads * (self.width // self.heads if self.head_dim is None else self.head_dim)
+
+    @property
+    def kv_width(self) -> int:
+        """A_kv, width of all key heads together, and of all value heads together."""
+        return self.query_width // self.heads * (self.heads if self.kv_heads is None else self.kv_heads)
+
+
+@dataclass(frozen=True)
+class LayerTokens:
+    """How many tokens each part of one block treats: integers for one sample, means over samples for many.
+
+    Args:
+        queries, keys, values: tokens that are projected to queries, keys, values.
+        outputs: tokens that pay the output projection.
+        mlp: tokens that pay the MLP.
+        pairs: query-key pairs, n_q n_k. Over samples this is the mean of products, not the product of means.
+    """
+
+    queries: float
+    keys: float
+    values: float
+    outputs: float
+    mlp: float
+    pairs: float
+
+
+@dataclass(frozen=True)
+class LayerRule:
+    """Which part of a block only the kept tokens pay.
+
+    Args:
+        sublayer: the routed part; None for a dense layer. `mlp` also describes a block that removes tokens between its
+            attention and its MLP: `kept` then counts the tokens that remain, a fused one among them.
+        project: bypassed tokens get x W_V W_O instead of attention (DTRNet), so that values and output projection are
+            paid for every token.
+        all_keys: kept tokens attend to every token; otherwise to the kept ones.
+    """
+
+    sublayer: Literal["block", "attention", "mlp"] | None = None
+    project: bool = False
+    all_keys: bool = False
+
+    def tokens(self, entering: int, kept: int) -> LayerTokens:
+        """Counts for one sample of which `kept` of the `entering` tokens are kept (all of them in a dense layer)."""
+        if not 0 <= kept <= entering:
+            raise ValueError(f"kept = {kept}: must lie between 0 and the {entering} tokens that enter the layer")
+        attending = entering if self.sublayer in (None, "mlp") else kept
+        keys = entering if self.all_keys else attending
+        return LayerTokens(
+            queries=attending,
+            keys=keys,
+            values=entering if self.project else keys,
+            outputs=entering if self.project else attending,
+            mlp=entering if self.sublayer in (None, "attention") else kept,
+            pairs=attending * keys,
+        )
+
+
+@dataclass(frozen=True)
+class Macs:
+    """Multiply-accumulates by part; `kv` is the key and value projections together, `proj` the output projection."""
+
+    patch_embed: float
+    q: float
+    kv: float
+    qk: float
+    av: float
+    proj: float
+    mlp: float
+    head: float
+
+    @property
+    def total(self) -> float:
+        """Sum of the parts."""
+        parts: list[float] = list(asdict(self).values())
+        return sum(parts)
+
+    def as_dict(self) -> dict[str, float]:
+        """The parts by name, and `total`."""
+        return {**asdict(self), "total": self.total}
+
+
+def layer_rules(depth: int, routed: Iterable[int], rule: LayerRule) -> list[LayerRule]:
+    """`rule` for the routed layers (zero-based), dense for the others."""
+    chosen = set(routed)
+    return [rule if layer in chosen else LayerRule() for layer in range(depth)]
+
+
+def nominal_tokens(shape: ModelShape, rules: Sequence[LayerRule], kept: int | Mapping[int, int]) -> list[LayerTokens]:
+    """Counts per layer when every routed layer keeps what its capacity says and no token is removed for good.
+
+    Args:
+        rules: one rule per layer.
+        kept: kept tokens of every routed layer, or of each by its zero-based index.
+    """
+    counts = dict.fromkeys(range(len(rules)), kept) if isinstance(kept, int) else kept
+    return [
+        rule.tokens(shape.tokens, shape.tokens if rule.sublayer is None else counts[layer])
+        for layer, rule in enumerate(rules)
+    ]
+
+
+def dense_macs(shape: ModelShape) -> Macs:
+    """Cost of the backbone without routing."""
+    return routed_macs(shape, [LayerRule().tokens(shape.tokens, shape.tokens)] * shape.depth)
+
+
+def routed_macs(shape: ModelShape, layers: Sequence[LayerTokens]) -> Macs:
+    """Cost with the given counts, one entry per layer; integer counts give exact integers.
+
+    Raises ValueError when the number of entries is not the depth.
+    """
+    if len(layers) != shape.depth:
+        raise ValueError(f"counts for {len(layers)} layers were given; the backbone has {shape.depth}")
+    width, query_width, kv_width = shape.width, shape.query_width, shape.kv_width
+    scored = sum(layer.pairs for layer in layers) * query_width
+    return Macs(
+        patch_embed=shape.positions * shape.patch_inputs * width,
+        q=sum(layer.queries for layer in layers) * width * query_width,
+        kv=sum(layer.keys + layer.values for layer in layers) * width * kv_width,
+        qk=scored,
+        av=scored,
+        proj=sum(layer.outputs for layer in layers) * query_width * width,
+        mlp=sum(layer.mlp for layer in layers) * shape.mlp_matrices * width * shape.mlp_hidden,
+        head=shape.head_tokens * shape.classes * width,
+    )
+
+
+def speedup_ceiling(shape: ModelShape, rules: Sequence[LayerRule], kept: int = 0) -> float:
+    """Dense over routed cost as capacities go to zero: what a placement can gain at most, at most 2 for `alternate`.
+
+    Args:
+        rules: one rule per layer.
+        kept: tokens that stay in every routed layer all the same, for instance protected ones.
+    """
+    return dense_macs(shape).total / routed_macs(shape, nominal_tokens(shape, rules, kept)).total
+
+
+def linear_router_macs(tokens: float, width: int) -> float:
+    """A linear router of one layer (MoD Eq. 1): one inner product per token."""
+    return tokens * width
+
+
+def mlp_router_macs(tokens: float, width: int, hidden: int) -> float:
+    """A two-layer router with a two-way output in one layer (DTRNet)."""
+    return tokens * (width * hidden + 2 * hidden)
+
+
+def attention_score_additions(queries: float, keys: float, heads: int) -> float:
+    """Additions, not MACs, that a column mean over all heads and queries of one map takes (A-MoD Eq. 4)."""
+    return heads * queries * keys
+
+
+class TokenCounter:
+    """Counts per layer, averaged over samples; samples of one batch may enter and keep different numbers of tokens.
+
+    Per-sample integers are tallied, so that the mean number of query-key pairs is exact.
+
+    Args:
+        rules: one rule per layer.
+    """
+
+    def __init__(self, rules: Sequence[LayerRule]) -> None:
+        self.rules = list(rules)
+        self._tally: list[Counter[tuple[int, int]]] = [Counter() for _ in self.rules]
+
+    def add(self, layer: int, entering: int | Iterable[int], kept: Iterable[int]) -> None:
+        """Record a batch in one layer: tokens that entered it (the same for all, or per sample) and tokens kept."""
+        if isinstance(entering, int):
+            self._tally[layer].update(zip(repeat(entering), kept, strict=False))
+        else:
+            self._tally[layer].update(zip(entering, kept, strict=True))
+
+    def mean(self) -> list[LayerTokens]:
+        """Mean counts per layer, for `routed_macs`. Raises ValueError when a layer was never recorded."""
+        return [
+            LayerTokens(
+                **{
+                    part.name: self._mean(layer, [getattr(rule.tokens(*seen), part.name) for seen in tally])
+                    for part in fields(LayerTokens)
+                }
+            )
+            for layer, (rule, tally) in enumerate(zip(self.rules, self._tally, strict=True))
+        ]
+
+    def kept_fractions(self) -> dict[int, float]:
+        """Mean fraction of the entering tokens that was kept, by routed layer (zero-based)."""
+        return {layer: self._mean(layer, list(self._fractions(layer))) for layer in self._routed()}
+
+    def _routed(self) -> list[int]:
+        return [layer for layer, rule in enumerate(self.rules) if rule.sublayer is not None]
+
+    def _fractions(self, layer: int) -> Iterator[float]:
+        return (kept / entering for entering, kept in self._tally[layer])
+
+    def _mean(self, layer: int, values: Sequence[float]) -> float:
+        tally = self._tally[layer]
+        if not tally:
+            raise ValueError(f"layer {layer} (zero-based) was never recorded")
+        return sum(value * times for value, times in zip(values, tally.values(), strict=True)) / tally.total()

@@ -1,0 +1,88 @@
+"""What the cost model needs to know about a built model: its shape, its parameters, the counts in a trace."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from routing_lab.cost.macs import ModelShape, TokenCounter
+
+if TYPE_CHECKING:
+    from routing_lab.routing.base import Trace
+
+
+def vision_shape(backbone: nn.Module, image_size: tuple[int, int] | None = None) -> ModelShape:
+    """Shape of a timm `VisionTransformer`.
+
+    Args:
+        backbone: the model; only the shapes of its parameters are read, so that it may live on the meta device.
+        image_size: height and width when they differ from the ones it was built for.
+
+    Raises ValueError when its blocks differ from each other, or it has parts that the cost model does not count.
+    """
+    model: Any = backbone
+    if getattr(model, "attn_pool", None) is not None:
+        raise ValueError("the cost model does not count attention pooling; choose a backbone with pool token or avg")
+    blocks = {_block_shape(block) for block in model.blocks}
+    if len(blocks) != 1:
+        raise ValueError(f"the cost model needs blocks of one shape; the backbone has {sorted(blocks)}")
+    heads, head_dim, mlp_hidden, mlp_weights = blocks.pop()
+    embed = model.patch_embed.proj
+    grid = (
+        model.patch_embed.grid_size
+        if image_size is None
+        else [(size - k) // s + 1 for size, k, s in zip(image_size, embed.kernel_size, embed.stride, strict=True)]
+    )
+    distilled = isinstance(getattr(model, "head_dist", None), nn.Linear)
+    return ModelShape(
+        width=model.embed_dim,
+        depth=len(model.blocks),
+        heads=heads,
+        head_dim=head_dim,
+        mlp_hidden=mlp_hidden,
+        mlp_matrices=3 if mlp_weights == 3 * mlp_hidden * model.embed_dim else 2,
+        positions=grid[0] * grid[1],
+        prefix=model.num_prefix_tokens,
+        patch_inputs=embed.weight[0].numel(),
+        classes=model.head.out_features if isinstance(model.head, nn.Linear) else 0,
+        head_tokens=2 if distilled else 1,
+    )
+
+
+def decoder_shape(config: Any, positions: int) -> ModelShape:
+    """Shape of a Llama decoder that reads `positions` tokens, from its transformers `LlamaConfig`."""
+    return ModelShape(
+        width=config.hidden_size,
+        depth=config.num_hidden_layers,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        mlp_hidden=config.intermediate_size,
+        mlp_matrices=3,
+        positions=positions,
+        prefix=0,
+        classes=config.vocab_size,
+        head_tokens=positions,
+    )
+
+
+def parameter_counts(model: nn.Module) -> dict[str, int]:
+    """`params`, all parameters, and `router_params`, those under `router.`: a record's cost entries."""
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    routers = sum(size for name, size in sizes.items() if name.startswith("router."))
+    return {"params": sum(sizes.values()), "router_params": routers}
+
+
+def count_trace(counter: TokenCounter, trace: Trace) -> None:
+    """Record the token counts of one forward pass, all layers in one transfer from the device."""
+    counts = torch.stack([trace[layer].counts for layer in range(len(trace))]).tolist()
+    for layer, kept in enumerate(counts):
+        counter.add(layer, trace[layer].origin.shape[1], kept)
+
+
+def _block_shape(block: Any) -> tuple[int, int, int, int]:
+    linear = [module for module in block.mlp.modules() if isinstance(module, nn.Linear)]
+    weights = sum(module.weight.numel() for module in linear)
+    return block.attn.num_heads, block.attn.head_dim, linear[-1].in_features, weights
