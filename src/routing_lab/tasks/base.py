@@ -1,0 +1,209 @@
+"""What every task shares: optimiser, schedule, moving average of the weights, seeded dropout, routing measurements."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+from timm.optim import create_optimizer_v2, get_optimizer_info, list_optimizers, param_groups_layer_decay
+from timm.scheduler import create_scheduler_v2
+from timm.utils import ModelEmaV3
+from torch import Tensor, nn
+
+from routing_lab.streams import stream_seed
+
+if TYPE_CHECKING:
+    from timm.scheduler.scheduler import Scheduler
+
+    from routing_lab.training.schema import TrainConfig
+
+
+class RoutedTask(pl.LightningModule):
+    """Trains a routed model by a recipe.
+
+    Args:
+        model: the routed model; its parameter names are kept under `model.`.
+        train: the recipe.
+        seed: the run's seed; every epoch's dropout draws from its own stream, so that resuming at an epoch's beginning
+            needs no generator state and all arms of a seed see the same numbers.
+
+    Attributes:
+        measured: what the last training and validation epoch measured, by metric name.
+        routing: kept tokens and update ratios of the last evaluation pass.
+    """
+
+    def __init__(self, model: nn.Module, train: TrainConfig, seed: int) -> None:
+        super().__init__()
+        self.model = model
+        self.train_config = train
+        self.seed = seed
+        self.ema = ModelEmaV3(model, decay=train.ema_decay) if train.ema_decay is not None else None
+        self.measured: dict[str, float] = {}
+        self.routing = RoutingMeter(getattr(model, "routed_layers", ()))
+        self._total_steps = 1
+        if train.compile:
+            # In place: `self.model = torch.compile(model)` would rename every parameter.
+            self.model.compile()
+
+    @property
+    def evaluated(self) -> nn.Module:
+        """The module that is validated, tested and kept: the moving average where there is one."""
+        return self.model if self.ema is None else self.ema.module
+
+    @abstractmethod
+    def running(self) -> dict[str, float]:
+        """Training metrics of the epoch so far, for a progress bar."""
+
+    # --- optimisation ---
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        total = int(self.trainer.estimated_stepping_batches)
+        self._total_steps = max(1, total)
+        optimizer = build_optimizer(self.model, self.train_config)
+        scheduler = build_scheduler(optimizer, self.train_config, total // max(1, self.train_config.epochs))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def lr_scheduler_step(self, scheduler: Scheduler, metric: Any) -> None:  # type: ignore[override]
+        scheduler.step_update(num_updates=self.global_step)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        if self.ema is not None:
+            self.ema.update(self.model)
+
+    @property
+    def progress(self) -> float:
+        """How far training has come, in [0, 1]."""
+        return min(1.0, self.global_step / self._total_steps)
+
+    def on_train_epoch_start(self) -> None:
+        torch.manual_seed(stream_seed(self.seed, "dropout", self.current_epoch, self.global_rank))
+
+
+class RoutingMeter:
+    """Accumulates what routing did over the batches of one evaluation pass.
+
+    Args:
+        layers: zero-based indices of the routed layers.
+    """
+
+    def __init__(self, layers: Iterable[int]) -> None:
+        self.layers = list(layers)
+        self._sums: Tensor | None = None
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self._sums = None
+
+    def update(self, trace: Any) -> None:
+        """Add one batch's trace."""
+        if not self.layers:
+            return
+        rows = torch.stack([_layer_sums(trace[layer]) for layer in self.layers]).cpu().double()
+        self._sums = rows if self._sums is None else self._sums + rows
+
+    def reduce(self, strategy: Any) -> None:
+        """Sum over the processes of a multi-device run."""
+        if self._sums is not None:
+            self._sums = strategy.reduce(self._sums.to(strategy.root_device), reduce_op="sum").cpu()
+
+    def kept_fraction(self) -> dict[int, float]:
+        """Kept over entering tokens of each routed layer."""
+        return self._ratio(0, 1)
+
+    def update_ratio(self) -> dict[int, float]:
+        """Mean absolute multiplier of the kept tokens' updates at each routed layer; 1 where nothing is multiplied.
+
+        With A-MoD's raw attention scores (Eq. 4) in MoD's output rule (Eq. 2) it is about 1/N.
+        """
+        return self._ratio(2, 0)
+
+    def _ratio(self, above: int, below: int) -> dict[int, float]:
+        if self._sums is None:
+            return {}
+        sums = self._sums.tolist()
+        return {
+            layer: row[above] / row[below] if row[below] else float("nan")
+            for layer, row in zip(self.layers, sums, strict=True)
+        }
+
+
+def build_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.Optimizer:
+    """The recipe's timm optimiser over the model's parameters.
+
+    Biases, norms and whatever the model lists in `no_weight_decay()` are not decayed. With `layer_decay` the learning
+    rate falls by that factor from each layer to the one below it; routers train at the full rate.
+
+    Raises:
+        ValueError: an optimiser that timm does not have.
+    """
+    check_optimizer(train.optimizer)
+    info = get_optimizer_info(train.optimizer)
+    options: dict[str, Any] = {}
+    if train.betas is not None and info.has_betas:
+        options["betas"] = tuple(train.betas)
+    if train.optimizer in ("adam", "adamw") and train.precision != "16-mixed":
+        # One kernel for all parameters; its internal unscaling does not go with clipping under a gradient scaler.
+        options["fused"] = True
+    if train.layer_decay is not None:
+        options["param_group_fn"] = lambda _: _layer_decay_groups(model, train)
+    optimizer: torch.optim.Optimizer = create_optimizer_v2(
+        model, opt=train.optimizer, lr=train.lr, weight_decay=train.weight_decay, momentum=train.momentum, **options
+    )
+    return optimizer
+
+
+def check_optimizer(name: str) -> None:
+    """Raise ValueError, with the accepted names, for an optimiser that timm does not have."""
+    known = list_optimizers()
+    if name not in known:
+        raise ValueError(f"train.optimizer={name!r}: expected a timm optimiser, one of {', '.join(known)}")
+
+
+def build_scheduler(optimizer: torch.optim.Optimizer, train: TrainConfig, steps_per_epoch: int) -> Scheduler:
+    """The recipe's timm schedule, updated after every optimiser step."""
+    names = {"cosine": "cosine", "linear": "poly", "step": "step", "constant": "step"}
+    rates = {"linear": 1.0, "constant": 1.0}  # the power of `poly`; a `step` that changes nothing
+    scheduler, _ = create_scheduler_v2(
+        optimizer,
+        sched=names[train.schedule],
+        num_epochs=max(1, train.epochs),
+        decay_epochs=train.decay_epochs,
+        decay_rate=rates.get(train.schedule, train.decay_rate),
+        min_lr=train.min_lr,
+        warmup_lr=train.warmup_lr,
+        warmup_epochs=train.warmup_epochs,
+        step_on_epochs=False,
+        updates_per_epoch=max(1, steps_per_epoch),
+    )
+    return scheduler
+
+
+def _layer_decay_groups(model: nn.Module, train: TrainConfig) -> list[dict[str, Any]]:
+    backbone = model.backbone
+    groups: list[dict[str, Any]] = param_groups_layer_decay(
+        backbone,
+        weight_decay=train.weight_decay,
+        no_weight_decay_list=backbone.no_weight_decay(),
+        layer_decay=train.layer_decay,
+    )
+    seen = {id(parameter) for parameter in backbone.parameters()}
+    routers = [parameter for parameter in model.parameters() if id(parameter) not in seen and parameter.requires_grad]
+    for decayed in (True, False):
+        chosen = [parameter for parameter in routers if (parameter.ndim > 1) is decayed]
+        if chosen:
+            groups.append({"params": chosen, "lr_scale": 1.0, "weight_decay": train.weight_decay if decayed else 0.0})
+    return groups
+
+
+def _layer_sums(layer: Any) -> Tensor:
+    """Kept tokens, entering tokens, sum of absolute multipliers."""
+    kept = layer.counts.sum().float()
+    entering = kept.new_tensor(float(layer.origin.shape[0] * layer.origin.shape[1]))
+    if layer.gate is None:
+        return torch.stack([kept, entering, kept])
+    gate = layer.gate.abs().float()
+    return torch.stack([kept, entering, gate.masked_fill(layer.kept < 0, 0.0).sum()])
