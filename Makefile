@@ -64,4 +64,4 @@ $(BIN)/pip:
 clean: ## remove the environment, caches and build products (never runs/ or data/)
 	@if [ -f $(VENV)/pyvenv.cfg ]; then echo "rm -rf $(VENV)"; rm -rf $(VENV); fi
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache src/*.egg-info
-	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find . -name .git -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
