@@ -103,6 +103,24 @@ class VisibilityTraits:
     all_keys: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class BackboneFacts:
+    """What routing needs to know of a backbone before it is built.
+
+    depth: number of layers. width: D, width of the residual stream. heads: H, attention heads.
+    prefix: kinds of the prefix tokens in order, for instance ("class", "registers", "registers").
+    tokens: length of the sequence, prefix included; None where it varies.
+    causal: a token attends only to itself and to earlier ones.
+    """
+
+    depth: int
+    width: int
+    heads: int
+    prefix: tuple[str, ...] = ()
+    tokens: int | None = None
+    causal: bool = False
+
+
 RECEIVED: frozenset[AttentionStatistic] = frozenset({"received"})
 CLASS_ROW: frozenset[AttentionStatistic] = frozenset({"class_row"})
 

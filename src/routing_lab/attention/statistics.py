@@ -1,0 +1,243 @@
+"""Statistics of an attention map, computed from queries and keys beside the block's own output.
+
+The block's output never depends on whether statistics were asked for: it comes from the fused kernel in both cases,
+and the statistics from a pass of their own over the same queries and keys.
+
+Shape legend: B batch, H heads, N tokens (queries), M keys, d head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+# Elements of a softmax slab. On a CPU the slab should stay in the second-level cache; a GPU wants few, large launches.
+_SLAB_ELEMENTS_CPU = 2**19
+_SLAB_ELEMENTS_GPU = 2**25
+
+
+@dataclass(frozen=True)
+class StatisticsRequest:
+    """Which statistics of an attention map are wanted, and which part of the map counts.
+
+    Args:
+        received: attention received, the mean over queries of each key's column (A-MoD, Eq. 4 before the head mean).
+        class_row: attention of the class token (query 0) to every key (EViT).
+        skip_queries: sequence positions whose rows do not count.
+        skip_keys: sequence positions left out as keys: the other keys of a row are renormalised to sum to one, the
+            left-out ones get zero.
+        skip_self: a token's attention to itself does not count; rows are not renormalised.
+        eager: use the reference that holds the whole map.
+        detach: no gradient flows from the statistics into queries and keys.
+    """
+
+    received: bool = False
+    class_row: bool = False
+    skip_queries: tuple[int, ...] = ()
+    skip_keys: tuple[int, ...] = ()
+    skip_self: bool = False
+    eager: bool = False
+    detach: bool = True
+
+
+@dataclass
+class AttentionStatistics:
+    """Statistics of one layer's map, per head, aligned with the tokens that entered that layer.
+
+    Args:
+        received: [B, H, M], at least float32; sums to 1 over M when every query counts.
+        class_row: [B, H, M], at least float32.
+    """
+
+    received: Tensor | None = None
+    class_row: Tensor | None = None
+
+
+def attention_statistics(
+    query: Tensor,
+    key: Tensor,
+    scale: float,
+    request: StatisticsRequest,
+    *,
+    query_index: Tensor | None = None,
+    key_index: Tensor | None = None,
+    query_valid: Tensor | None = None,
+    key_valid: Tensor | None = None,
+) -> AttentionStatistics:
+    """The requested statistics of softmax(scale * query key^T).
+
+    Args:
+        query: [B, H, N, d]; key: [B, H, M, d]. Half precision is raised to float32.
+        scale: multiplier of the logits.
+        query_index: [B, N], key_index: [B, M], positions in the sequence; None: 0, 1, ...
+        query_valid: [B, N], key_valid: [B, M] bool, False at padding; None: all are tokens.
+
+    Raises:
+        ValueError: if no query is left to average over, or no key.
+    """
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not request.detach):
+        if request.detach:
+            query, key = query.detach(), key.detach()
+        key_bias = _key_bias(key, _counted(key, request.skip_keys, key_index, key_valid, "exclude_keys"))
+        result = AttentionStatistics()
+        if request.received:
+            counted = _counted(query, request.skip_queries, query_index, query_valid, "exclude_queries")
+            weight = _query_weight(query, counted)
+            own = _own_key(query, key, query_index, key_index) if request.skip_self else None
+            compute = received_eager if request.eager else received_chunked
+            result.received = compute(query, key, scale, weight, key_bias, own)
+        if request.class_row:
+            logits = scale * (_raise(query[:, :, :1]) @ _raise(key).transpose(-2, -1))
+            result.class_row = _softmax(logits, key_bias).squeeze(2)
+        return result
+
+
+def received_eager(
+    query: Tensor,
+    key: Tensor,
+    scale: float,
+    weight: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    own_key: Tensor | None = None,
+) -> Tensor:
+    """Attention received per head, r_hi = mean_j A_h[j, i] (A-MoD, Eq. 4, without the head mean), from the whole map.
+
+    Args:
+        query: [B, H, N, d]; key: [B, H, M, d].
+        scale: multiplier of the logits.
+        weight: [B, 1, N], weight of each query row in the mean; None: 1 / N.
+        key_bias: [B, 1, 1, M] added to the logits, -inf at keys that do not count; None: all count.
+        own_key: [B, N], index of each query's own key, whose entry is set to zero; None: it counts.
+
+    Returns [B, H, M]. O(N M) memory: the reference for the chunked form.
+    """
+    weight = _query_weight(query, None) if weight is None else weight
+    return _column_sum(query, key, scale, weight, key_bias, own_key)
+
+
+def received_chunked(
+    query: Tensor,
+    key: Tensor,
+    scale: float,
+    weight: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    own_key: Tensor | None = None,
+    slab: int | None = None,
+) -> Tensor:
+    """`received_eager` in slabs of query rows: the map is never held.
+
+    A slab has at most `slab` elements (default: what stays in cache): whole samples while they fit, else rows of one
+    head. Extra memory is O(slab), also under autograd, where each slab is recomputed in the backward pass.
+    """
+    batch, heads, queries, _ = query.shape
+    keys = key.shape[2]
+    slab = slab or (_SLAB_ELEMENTS_CPU if query.device.type == "cpu" else _SLAB_ELEMENTS_GPU)
+    weight = _query_weight(query, None) if weight is None else weight
+    with_grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)
+
+    def column_sum(sample: slice, head: slice, row: slice) -> Tensor:
+        parts = (
+            query[sample, head, row],
+            key[sample, head],
+            scale,
+            weight[sample, :, row],
+            None if key_bias is None else key_bias[sample],
+            None if own_key is None else own_key[sample, row],
+        )
+        return checkpoint(_column_sum, *parts, use_reentrant=False) if with_grad else _column_sum(*parts)
+
+    everything = slice(None)
+    samples = slab // (heads * queries * keys)
+    if samples >= 1:
+        return _concatenated([column_sum(part, everything, everything) for part in _slices(batch, samples)], 0)
+    rows = max(1, slab // keys)
+    return _concatenated(
+        [
+            _concatenated(
+                [
+                    sum((column_sum(sample, head, row) for row in _slices(queries, rows)), torch.zeros(()).to(weight))
+                    for head in _slices(heads, 1)
+                ],
+                1,
+            )
+            for sample in _slices(batch, 1)
+        ],
+        0,
+    )
+
+
+def _column_sum(
+    query: Tensor, key: Tensor, scale: float, weight: Tensor, key_bias: Tensor | None, own_key: Tensor | None
+) -> Tensor:
+    """[B, H, M] the weighted sum over query rows of the attention map; a product with a vector is its fastest form."""
+    attention = _softmax(scale * (_raise(query) @ _raise(key).transpose(-2, -1)), key_bias)
+    if own_key is not None:
+        own = own_key[:, None, :, None].expand(*attention.shape[:-1], 1)
+        attention = attention.scatter(-1, own, 0)
+    return (weight.unsqueeze(2) @ attention).squeeze(2)
+
+
+def _raise(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def _softmax(logits: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.softmax(logits if bias is None else logits + bias, dim=-1)
+
+
+def _slices(length: int, step: int) -> Iterator[slice]:
+    for start in range(0, length, step):
+        yield slice(start, min(start + step, length))
+
+
+def _concatenated(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def _counted(
+    x: Tensor, skipped: tuple[int, ...], index: Tensor | None, valid: Tensor | None, key_name: str
+) -> Tensor | None:
+    """[B, N] bool, True at positions that count; None when all do."""
+    if not skipped:
+        return valid
+    batch, _, tokens, _ = x.shape
+    positions = torch.arange(tokens, device=x.device).expand(batch, tokens) if index is None else index
+    counted = torch.ones_like(positions, dtype=torch.bool) if valid is None else valid
+    for position in skipped:
+        counted = counted & (positions != position)
+    if tokens <= len(skipped):
+        raise ValueError(f"router.{key_name} leaves nothing of {tokens} tokens")
+    return counted
+
+
+def _query_weight(query: Tensor, counted: Tensor | None) -> Tensor:
+    """[B, 1, N] equal weights of the counted rows, summing to one."""
+    batch, _, queries, _ = query.shape
+    dtype = _raise(query[:0]).dtype
+    if counted is None:
+        return torch.full((batch, 1, queries), 1 / queries, dtype=dtype, device=query.device)
+    weight = counted.to(dtype)
+    return (weight / weight.sum(dim=1, keepdim=True).clamp_min(1)).unsqueeze(1)
+
+
+def _key_bias(key: Tensor, counted: Tensor | None) -> Tensor | None:
+    """[B, 1, 1, M] additive bias, -inf at keys that do not count; None when all do."""
+    if counted is None:
+        return None
+    # A row without any key would be NaN; such samples hold padding only, and their rows have weight zero.
+    counted = counted | ~counted.any(dim=1, keepdim=True)
+    bias = torch.zeros(counted.shape, dtype=_raise(key[:0]).dtype, device=key.device)
+    return bias.masked_fill(~counted, float("-inf"))[:, None, None]
+
+
+def _own_key(query: Tensor, key: Tensor, query_index: Tensor | None, key_index: Tensor | None) -> Tensor:
+    """[B, N] for each query the index of its own key among the keys."""
+    batch, tokens = query.shape[0], query.shape[2]
+    if query_index is not None and key_index is None:
+        return query_index  # the keys are the whole sequence
+    assert query.shape[2] == key.shape[2]
+    return torch.arange(tokens, device=query.device).expand(batch, tokens)

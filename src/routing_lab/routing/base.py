@@ -1,0 +1,293 @@
+"""What the axes of a routed layer are given and what they return.
+
+Every axis is an independent module: tensors in, tensors out. A member from outside the package subclasses `Router`,
+`Capacity`, `Scaling` or `Bypass` and implements one method.
+
+Shape legend: B batch, N tokens that entered the layer, K kept tokens, H heads, D width.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from routing_lab.attention import AttentionStatistics, StatisticsRequest
+from routing_lab.routing.members import BypassTraits, CapacityTraits, RouterTraits, ScalingTraits
+from routing_lab.routing.noise import NoiseSource
+from routing_lab.routing.tokens import Selection, Tokens
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """Where an axis object stands: constants of the backbone and of one routed layer.
+
+    Args:
+        width: D, width of the residual stream.
+        heads: H, number of attention heads.
+        layer: zero-based index of the routed layer.
+        prefix: kinds of the prefix tokens in order, for instance ("class", "registers", "registers").
+        rank: position of this layer among the routed ones.
+        num_routed: how many layers are routed.
+        seed: seed of the routing noise.
+    """
+
+    width: int
+    heads: int
+    layer: int = 0
+    prefix: tuple[str, ...] = ()
+    rank: int = 0
+    num_routed: int = 1
+    seed: int = 0
+
+
+@dataclass
+class RunState:
+    """What a forward pass is told about the run.
+
+    Args:
+        progress: how far training has come, in [0, 1]; 1 in evaluation.
+        noise: source of the routing noise.
+        training: whether the model is in training mode.
+        initial_tokens: number of tokens that entered the first layer.
+    """
+
+    progress: float
+    noise: NoiseSource
+    training: bool
+    initial_tokens: int
+
+
+@dataclass
+class RouterInput:
+    """What a router may look at.
+
+    Args:
+        tokens: the tokens that enter the layer; `tokens.x` is the residual stream [B, N, D], not normalised.
+        attention: statistics of the source layer's map, [B, H, N], aligned with `tokens`; None unless asked for.
+        state: the run's state, with the noise source.
+    """
+
+    tokens: Tokens
+    attention: AttentionStatistics | None
+    state: RunState
+
+
+class Router(nn.Module, ABC):
+    """The source of one score per token; a higher score is kept first.
+
+    Subclasses implement `score`. Class attribute `traits` states what the router needs (an attention map, ...).
+    """
+
+    traits: ClassVar[RouterTraits] = RouterTraits()
+
+    def __init__(self, spec: LayerSpec) -> None:
+        super().__init__()
+        self.spec = spec
+
+    @abstractmethod
+    def score(self, inputs: RouterInput) -> Tensor:
+        """Scores [B, N], one for each token that entered the layer."""
+
+    def forward(self, inputs: RouterInput) -> Tensor:
+        """`score` in at least float32, whatever the surrounding precision."""
+        x = inputs.tokens.x
+        with torch.autocast(x.device.type, enabled=False):
+            score = self.score(inputs)
+        expected = x.shape[:2]
+        if score.shape != expected:
+            raise ValueError(
+                f"{type(self).__name__}.score returned shape {tuple(score.shape)}; one score per token, "
+                f"{tuple(expected)}, is needed"
+            )
+        return score if score.dtype == torch.float64 else score.float()
+
+
+class Capacity(nn.Module, ABC):
+    """The budget and the rule: turns scores into a selection.
+
+    Args:
+        order: whether the highest or the lowest scores are kept.
+        protect: prefix tokens that are always kept and count towards the budget: `none`, `class` or all of `prefix`.
+    """
+
+    traits: ClassVar[CapacityTraits] = CapacityTraits()
+
+    def __init__(
+        self,
+        spec: LayerSpec,
+        *,
+        order: Literal["highest", "lowest"] = "highest",
+        protect: Literal["none", "class", "prefix"] = "prefix",
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        self.order = order
+        self.num_protected = {"none": 0, "class": min(1, len(spec.prefix)), "prefix": len(spec.prefix)}[protect]
+
+    def forward(self, scores: Tensor, state: RunState) -> Selection:
+        """The tokens to keep, from scores [B, N]."""
+        scores = scores.detach()
+        return self.select(scores if self.order == "highest" else -scores, state)
+
+    @abstractmethod
+    def select(self, scores: Tensor, state: RunState) -> Selection:
+        """The selection for scores [B, N] of which the highest are to be kept (`order` is already applied)."""
+
+
+@dataclass
+class Gates:
+    """How scores enter the output of a layer.
+
+    Args:
+        kept: [B, N] multiplier of the update of kept tokens; None: exactly one, nothing is multiplied.
+        bypassed: [B, N] multiplier of what bypassed tokens get; None: exactly one.
+        every_token: the update of every token is computed and weighted by `kept`, whatever the selection.
+    """
+
+    kept: Tensor | None = None
+    bypassed: Tensor | None = None
+    every_token: bool = False
+
+
+class Scaling(nn.Module, ABC):
+    """The output rule: how a token's score enters the output (MoD Eq. 2, A-MoD Eq. 5, DTRNet Eq. 3).
+
+    Args:
+        target: `update` multiplies what the block adds, y = x + g u(x); `output` multiplies the block's whole output and
+            adds the input again, y = x + g (x + u(x)), the double residual of several public MoD codes.
+    """
+
+    traits: ClassVar[ScalingTraits] = ScalingTraits()
+
+    def __init__(self, *, target: Literal["update", "output"] = "update") -> None:
+        super().__init__()
+        self.target = target
+
+    @abstractmethod
+    def gates(self, scores: Tensor, selection: Selection) -> Gates:
+        """The multipliers for scores [B, N] and the tokens kept."""
+
+    def forward(self, scores: Tensor, selection: Selection) -> Gates:
+        return self.gates(scores, selection)
+
+
+class Block(ABC):
+    """What a backbone adapter offers for one pre-norm block, h = x + a(x), y = h + m(h).
+
+    The adapter's block is a view of the backbone's own modules: it owns no parameters.
+
+    Attributes:
+        query_key_shape: shape (2 H d, D) of the joint query and key projection.
+    """
+
+    query_key_shape: tuple[int, int]
+
+    @abstractmethod
+    def dense(self, x: Tensor, context: Any) -> Tensor:
+        """The untouched block's output [B, N, D]."""
+
+    @abstractmethod
+    def attend(
+        self,
+        queries: Tensor,
+        context: Any,
+        *,
+        keys: Tensor | None = None,
+        query_index: Tensor | None = None,
+        key_index: Tensor | None = None,
+        key_mask: Tensor | None = None,
+    ) -> Tensor:
+        """The attention branch a, without the residual.
+
+        Args:
+            queries: [B, K, D] tokens that attend.
+            keys: [B, M, D] tokens attended to; None: the queries themselves.
+            query_index: [B, K] and key_index: [B, M], positions in the sequence; None: 0 .. N - 1.
+            key_mask: [B, M] bool or [B, K, M] bool, True where a query may attend.
+        """
+
+    @abstractmethod
+    def attend_with_statistics(
+        self, x: Tensor, context: Any, request: StatisticsRequest, projection: Tensor | None = None
+    ) -> tuple[Tensor, AttentionStatistics]:
+        """`attend(x, context)` bit by bit, and the requested statistics of its map.
+
+        projection: [2 H d, D] standard normal; if given, the statistics are those of the map whose queries and keys are
+        projected by it, scaled to the spread of the trained weights (`router.attention=random`).
+        """
+
+    @abstractmethod
+    def statistics(
+        self,
+        queries: Tensor,
+        context: Any,
+        request: StatisticsRequest,
+        *,
+        keys: Tensor | None = None,
+        query_index: Tensor | None = None,
+        key_index: Tensor | None = None,
+        valid: Tensor | None = None,
+        projection: Tensor | None = None,
+    ) -> AttentionStatistics:
+        """Statistics of the map of `queries` [B, K, D] over `keys` [B, M, D]; None: over the queries themselves.
+
+        valid: [B, K] bool, False at padding among the queries.
+        """
+
+    @abstractmethod
+    def mlp(self, x: Tensor) -> Tensor:
+        """The MLP branch m, without the residual."""
+
+    @abstractmethod
+    def project(self, x: Tensor) -> Tensor:
+        """x W_V W_O (DTRNet's linear path): the attention branch of a token that attends to itself alone."""
+
+
+class Bypass(nn.Module, ABC):
+    """The fate of tokens that were not kept: what is added to them instead of the update."""
+
+    traits: ClassVar[BypassTraits] = BypassTraits()
+    identity: ClassVar[bool] = False
+    """Nothing is added: bypassed tokens leave bit-identical, and `update` is never called."""
+
+    @abstractmethod
+    def update(self, x: Tensor, block: Block) -> Tensor:
+        """What bypassed tokens x [B, R, D] get added."""
+
+
+@dataclass
+class LayerTrace:
+    """What routing did in one layer.
+
+    Args:
+        scores: [B, N] float32, aligned with the tokens that entered the layer; None in a dense layer.
+        kept: [B, K] int64, indices of kept tokens among those that entered, ascending, -1 at padding.
+        counts: [B] int64, number of kept tokens.
+        tokens: number of tokens that leave the layer.
+        origin: [B, N] int64, patch that each entering token came from, -1 where it has none.
+        gate: [B, K] multiplier of the kept tokens' update, None where nothing was multiplied.
+    """
+
+    scores: Tensor | None
+    kept: Tensor
+    counts: Tensor
+    tokens: int
+    origin: Tensor
+    gate: Tensor | None = None
+
+
+@dataclass
+class Trace:
+    """What routing did in one forward: `trace[l]` is layer l's part, zero-based."""
+
+    layers: list[LayerTrace] = field(default_factory=list)
+
+    def __getitem__(self, layer: int) -> LayerTrace:
+        return self.layers[layer]
+
+    def __len__(self) -> int:
+        return len(self.layers)

@@ -1,0 +1,243 @@
+"""Budgets and rules: from scores to a selection.
+
+Shape legend: B batch, N tokens, K kept tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from routing_lab.routing import members
+from routing_lab.routing.base import Capacity, LayerSpec, RunState
+from routing_lab.routing.members import CapacityTraits
+from routing_lab.routing.tokens import Selection
+
+Rounding = Literal["floor", "ceil", "round"]
+Shape = Literal["linear", "cosine"]
+Interpolation = Literal["linear", "lower", "higher", "midpoint", "nearest"]
+
+
+class FractionCapacity(Capacity):
+    """A rule that keeps a stated fraction of the tokens.
+
+    Args:
+        fraction: fraction of tokens to keep, in (0, 1], or one per routed layer.
+        fraction_last: with depth_schedule, the fraction of the last routed layer.
+        depth_schedule: `constant`, or from `fraction` at the first routed layer to `fraction_last` at the last,
+            `linear` or along half a `cosine`.
+        warmup: part of training, in [0, 1), over which the fraction moves from `warmup_start` to its value.
+        warmup_start: fraction at the start of training.
+        warmup_shape: `linear` or `cosine`.
+        scope: the budget holds in every `sample`, or over the `batch`, where samples may keep different numbers.
+        order, protect: as for every capacity.
+    """
+
+    def __init__(
+        self,
+        spec: LayerSpec,
+        *,
+        fraction: float | Sequence[float] = 0.5,
+        fraction_last: float | None = None,
+        depth_schedule: Literal["constant", "linear", "cosine"] = "constant",
+        warmup: float = 0.0,
+        warmup_start: float = 1.0,
+        warmup_shape: Shape = "linear",
+        scope: Literal["sample", "batch"] = "sample",
+        **common: Any,
+    ) -> None:
+        super().__init__(spec, **common)
+        self.fraction = layer_fraction(fraction, spec.rank, spec.num_routed, fraction_last, depth_schedule)
+        self.warmup = warmup
+        self.warmup_start = warmup_start
+        self.warmup_shape: Shape = warmup_shape
+        self.scope = scope
+
+    def current_fraction(self, progress: float) -> float:
+        """The fraction in force when training has come as far as `progress` in [0, 1]."""
+        if progress >= self.warmup:
+            return self.fraction
+        return _between(self.warmup_start, self.fraction, progress / self.warmup, self.warmup_shape)
+
+
+class TopK(FractionCapacity):
+    """Keeps the k best tokens, k = fraction x N rounded; of equal scores the first tokens.
+
+    Args:
+        rounding: `floor`, `ceil` or `round` (half up) of fraction x N.
+        count: N is the number of tokens that enter the layer (`current`) or that entered the first layer (`initial`).
+        others: as for every capacity with a fraction.
+    """
+
+    traits: ClassVar[CapacityTraits] = members.CAPACITIES["topk"]
+
+    def __init__(
+        self,
+        spec: LayerSpec,
+        *,
+        rounding: Rounding = "floor",
+        count: Literal["current", "initial"] = "current",
+        **options: Any,
+    ) -> None:
+        super().__init__(spec, **options)
+        self.rounding: Rounding = rounding
+        self.count = count
+
+    def select(self, scores: Tensor, state: RunState) -> Selection:
+        batch, tokens = scores.shape
+        base = tokens if self.count == "current" else state.initial_tokens
+        kept = round_count(self.current_fraction(state.progress) * base, self.rounding)
+        kept = min(max(kept, self.num_protected, 1), tokens)
+        if kept == tokens:
+            return Selection.first(batch, tokens, tokens, scores.device)
+        scores = _protect(scores, self.num_protected)
+        if self.scope == "batch":
+            order = torch.sort(scores.flatten(), descending=True, stable=True).indices[: kept * batch]
+            mask = torch.zeros(batch * tokens, dtype=torch.bool, device=scores.device)
+            return Selection.from_mask(mask.index_fill(0, order, True).view(batch, tokens))
+        order = torch.sort(scores, dim=1, descending=True, stable=True).indices[:, :kept]
+        return Selection(order.sort(dim=1).values, None, tokens)
+
+
+class Percentile(FractionCapacity):
+    """Keeps r_i >= P_beta(R) with beta = 1 - fraction (A-MoD), or r_i > P_beta(R) (Mixture-of-Depths).
+
+    The quantile is taken over all scores, protected tokens included, and protected tokens are kept besides. Equal scores
+    share their fate, so that samples may keep different numbers; constant scores keep all with `ge` and none with `gt`.
+
+    Args:
+        compare: `ge` or `gt`.
+        interpolation: of the quantile, as numpy names them: linear, lower, higher, midpoint, nearest.
+        others: as for every capacity with a fraction.
+    """
+
+    traits: ClassVar[CapacityTraits] = members.CAPACITIES["percentile"]
+
+    def __init__(
+        self,
+        spec: LayerSpec,
+        *,
+        compare: Literal["ge", "gt"] = "ge",
+        interpolation: Interpolation = "linear",
+        **options: Any,
+    ) -> None:
+        super().__init__(spec, **options)
+        self.compare = compare
+        self.interpolation: Interpolation = interpolation
+
+    def select(self, scores: Tensor, state: RunState) -> Selection:
+        beta = 1 - self.current_fraction(state.progress)
+        pool = scores if self.scope == "sample" else scores.flatten().unsqueeze(0)
+        threshold = quantile(pool, beta, self.interpolation)
+        return _keep(scores > threshold if self.compare == "gt" else scores >= threshold, self.num_protected)
+
+
+class Threshold(Capacity):
+    """Keeps scores of at least a fixed threshold (with order=lowest: of at most).
+
+    Args:
+        threshold: the score, or one per routed layer.
+        order, protect: as for every capacity.
+    """
+
+    traits: ClassVar[CapacityTraits] = members.CAPACITIES["threshold"]
+
+    def __init__(self, spec: LayerSpec, *, threshold: float | Sequence[float] = 0.5, **common: Any) -> None:
+        super().__init__(spec, **common)
+        value = _per_layer(threshold, spec.rank, spec.num_routed, "capacity.threshold")
+        self.threshold = value if self.order == "highest" else -value
+
+    def select(self, scores: Tensor, state: RunState) -> Selection:
+        return _keep(scores >= self.threshold, self.num_protected)
+
+
+class Argmax(Capacity):
+    """Token choice: keeps the tokens for which the router itself prefers to attend, p > 0.5 (DTRNet, Eq. 2).
+
+    Args:
+        boundary: score at which the router's decision flips; a tie is not kept.
+        order, protect: as for every capacity.
+    """
+
+    traits: ClassVar[CapacityTraits] = members.CAPACITIES["argmax"]
+
+    def __init__(self, spec: LayerSpec, *, boundary: float, **common: Any) -> None:
+        super().__init__(spec, **common)
+        self.boundary = boundary if self.order == "highest" else -boundary
+
+    def select(self, scores: Tensor, state: RunState) -> Selection:
+        return _keep(scores > self.boundary, self.num_protected)
+
+
+def layer_fraction(
+    fraction: float | Sequence[float], rank: int, num_routed: int, last: float | None = None, schedule: str = "constant"
+) -> float:
+    """The fraction of the routed layer number `rank` out of `num_routed`, from a number, a list or a depth schedule."""
+    if schedule == "constant":
+        return _per_layer(fraction, rank, num_routed, "capacity.fraction")
+    first = _per_layer(fraction, 0, num_routed, "capacity.fraction")
+    if last is None:
+        raise ValueError(f"capacity.depth_schedule = {schedule}: needs capacity.fraction_last, the fraction of the last routed layer")
+    position = rank / (num_routed - 1) if num_routed > 1 else 0.0
+    return _between(first, last, position, schedule)
+
+
+def quantile(scores: Tensor, beta: float, interpolation: Interpolation = "linear") -> Tensor:
+    """[B, 1] the beta-quantile of each row of scores [B, N], as `numpy.quantile`.
+
+    The position beta (N - 1) is computed in double precision and snapped to a whole number that it misses by rounding
+    noise: in single precision a threshold meant to equal a score falls beside it, and the comparison goes wrong.
+    """
+    ordered = scores.sort(dim=1).values
+    position = beta * (scores.shape[1] - 1)
+    if abs(position - round(position)) < 1e-9 * max(1.0, position):
+        position = float(round(position))
+    low, high = math.floor(position), math.ceil(position)
+    if interpolation == "lower":
+        high = low
+    elif interpolation == "higher":
+        low = high
+    elif interpolation == "nearest":
+        low = high = round(position)
+    weight = 0.5 if interpolation == "midpoint" and low != high else position - low
+    below, above = ordered[:, low : low + 1], ordered[:, high : high + 1]
+    return below if low == high else torch.lerp(below, above, weight)
+
+
+def round_count(value: float, rounding: str) -> int:
+    """`value` as a whole number of tokens; products that miss a whole number by rounding noise count as that number."""
+    nearest = round(value)
+    if abs(value - nearest) < 1e-9 * max(1.0, abs(value)):
+        return nearest
+    return {"floor": math.floor, "ceil": math.ceil, "round": lambda v: math.floor(v + 0.5)}[rounding](value)
+
+
+def _per_layer(value: float | Sequence[float], rank: int, num_routed: int, key: str) -> float:
+    if isinstance(value, (int, float)):
+        return float(value)
+    if len(value) != num_routed:
+        raise ValueError(f"{key} = {list(value)}: {len(value)} entries for {num_routed} routed layers")
+    return float(value[rank])
+
+
+def _between(start: float, end: float, position: float, shape: str) -> float:
+    if shape == "cosine":
+        position = (1 - math.cos(math.pi * position)) / 2
+    return start + (end - start) * position
+
+
+def _protect(scores: Tensor, num_protected: int) -> Tensor:
+    if num_protected == 0:
+        return scores
+    first = torch.full_like(scores[:, :num_protected], float("inf"))
+    return torch.cat([first, scores[:, num_protected:]], dim=1)
+
+
+def _keep(mask: Tensor, num_protected: int) -> Selection:
+    if num_protected:
+        mask = torch.cat([torch.ones_like(mask[:, :num_protected]), mask[:, num_protected:]], dim=1)
+    return Selection.from_mask(mask)

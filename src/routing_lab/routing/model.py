@@ -1,0 +1,234 @@
+"""A routed model: a backbone of which some layers choose the tokens that they process.
+
+Shape legend: B batch, N tokens, D width.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from routing_lab.attention import AttentionStatistics, StatisticsRequest
+from routing_lab.routing.base import Block, LayerTrace, RunState, Trace
+from routing_lab.routing.layer import RoutedLayer, Statistics
+from routing_lab.routing.noise import NoiseSource
+from routing_lab.routing.tokens import Tokens
+
+AXIS_MODULES = ("router", "scaling", "capacity", "bypass", "corruption")
+
+
+class Backbone(ABC):
+    """What routing needs of a model: its tokens, its blocks and its head. An adapter, without parameters of its own.
+
+    Attributes:
+        module: the adapted model.
+        width, heads, depth: D, H and the number of blocks.
+        prefix: kinds of the prefix tokens in order, for instance ("class", "registers").
+        causal: a token attends to itself and earlier tokens only.
+    """
+
+    module: nn.Module
+    width: int
+    heads: int
+    depth: int
+    prefix: tuple[str, ...]
+    causal: bool
+
+    @abstractmethod
+    def embed(self, inputs: Tensor) -> tuple[Tensor, Any]:
+        """The tokens [B, N, D] that enter the first block, and what all blocks share in this forward."""
+
+    @abstractmethod
+    def block(self, layer: int) -> Block:
+        """The block with this zero-based index."""
+
+    @abstractmethod
+    def head(self, x: Tensor) -> Any:
+        """The model's output from the tokens [B, N, D] that left the last block."""
+
+
+class RoutedModel(nn.Module):
+    """A backbone whose routed layers process the tokens they keep.
+
+    The state dict has the backbone's own names, and the parameters of the axes beside them as `router.<layer>.*`: a dense
+    checkpoint loads strictly into a model whose router has no parameters.
+
+    Args:
+        backbone: adapter of the model.
+        layers: the routed layer at each zero-based index.
+        sources: for each routed layer the layer whose attention map its score is made of; empty: no map is needed.
+        request: what the routers need of a source's map.
+        fill: what stands in for tokens that a routed source did not attend to, see `Statistics.filled`.
+        random_attention: seed of random queries and keys from which the maps are taken instead of the trained ones; the
+            attention outputs are untouched. None: trained attention.
+
+    Attributes:
+        backbone: the module that was passed in.
+        routed_layers: zero-based indices, ascending.
+        num_router_parameters: parameters beside the backbone's.
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        layers: Mapping[int, RoutedLayer],
+        sources: Mapping[int, int] | None = None,
+        request: StatisticsRequest | None = None,
+        fill: str = "none",
+        random_attention: int | None = None,
+    ) -> None:
+        super().__init__()
+        outside = [layer for layer in layers if not 0 <= layer < backbone.depth]
+        if outside:
+            raise ValueError(f"routed layers {outside}: the backbone has layers 0 to {backbone.depth - 1}")
+        self.backbone = backbone.module
+        self.layers = nn.ModuleDict({str(layer): layers[layer] for layer in sorted(layers)})
+        self.routed_layers = sorted(layers)
+        self.sources = dict(sorted((sources or {}).items()))
+        self.request = request
+        self.fill = fill
+        self._adapter = backbone
+        self.random_attention = random_attention is not None
+        if random_attention is not None:
+            for source in set(self.sources.values()):
+                generator = torch.Generator().manual_seed(random_attention + source)
+                shape = backbone.block(source).query_key_shape
+                # Rebuilt from the seed, so it stays out of the state dict.
+                self.register_buffer(
+                    f"random_projection_{source}", torch.randn(shape, generator=generator), persistent=False
+                )
+        self.register_state_dict_post_hook(_to_public_names)
+        self.register_load_state_dict_pre_hook(_from_public_names)
+
+    def forward(
+        self,
+        inputs: Tensor,
+        *,
+        return_trace: bool = False,
+        progress: float = 1.0,
+        step: int = 0,
+        sample_ids: Tensor | None = None,
+    ) -> Any:
+        """The backbone's output, with routing.
+
+        Args:
+            inputs: what the backbone takes: images [B, C, H, W] or token ids [B, N].
+            return_trace: return (output, `Trace`) instead of the output.
+            progress: how far training has come, in [0, 1]; a capacity warm-up reads it.
+            step: optimiser step; routing noise differs between steps in training and ignores it in evaluation.
+            sample_ids: [B] int64, index of each sample in its data set; routing noise belongs to it. None: 0 .. B - 1.
+        """
+        x, context = self._adapter.embed(inputs)
+        tokens = Tokens(x, num_prefix=len(self._adapter.prefix))
+        if sample_ids is None:
+            sample_ids = torch.arange(x.shape[0], device=x.device)
+        noise = NoiseSource(step if self.training else -1, sample_ids)
+        state = RunState(progress if self.training else 1.0, noise, self.training, x.shape[1])
+
+        maps: dict[int, AttentionStatistics] = {}
+        latest: AttentionStatistics | None = None
+        last_use = {source: layer for layer, source in self.sources.items()}
+        trace = Trace()
+        for index in range(self._adapter.depth):
+            block = self._adapter.block(index)
+            request = self.request if index in last_use else None
+            projection = getattr(self, f"random_projection_{index}") if request and self.random_attention else None
+            entered = tokens
+            statistics: Statistics | None = None
+            part: LayerTrace | None = None
+            if index in self.routed_layers:
+                layer = self.layers[str(index)]
+                source = self.sources.get(index)
+                attention = None if source is None else maps.get(source)
+                tokens, part, statistics = layer(
+                    tokens, block, context, attention, state, request, projection, own_attention=source == index
+                )
+            elif request is not None:
+                update, values = block.attend_with_statistics(tokens.x, context, request, projection)
+                h = tokens.x + update
+                tokens = tokens.with_x(h + block.mlp(h))
+                statistics = Statistics(values, None)
+            else:
+                tokens = tokens.with_x(block.dense(tokens.x, context))
+            if statistics is not None:
+                maps[index] = latest = statistics.filled(self.fill, latest)
+            for source in [source for source, layer_index in last_use.items() if layer_index == index]:
+                maps.pop(source, None)
+            if return_trace:
+                trace.layers.append(part if part is not None else _dense_trace(entered, tokens))
+        output = self._adapter.head(tokens.x)
+        return (output, trace) if return_trace else output
+
+    @property
+    def num_router_parameters(self) -> int:
+        """Number of parameters beside the backbone's."""
+        return sum(parameter.numel() for parameter in self.layers.parameters())
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of parameters that weight decay leaves alone: the backbone's own list."""
+        own = getattr(self.backbone, "no_weight_decay", None)
+        return {f"backbone.{name}" for name in own()} if callable(own) else set()
+
+    def set_execution(self, execution: str) -> None:
+        """`gather` (default) computes kept tokens only; `mask` computes every token and discards, the slow reference."""
+        if execution not in ("gather", "mask"):
+            raise ValueError(f"execution = {execution}: expected gather or mask")
+        for layer in self.layers.values():
+            layer.execution = execution
+
+    def extra_repr(self) -> str:
+        depth = self._adapter.depth
+        pattern = "-".join("D" if layer in self.routed_layers else "T" for layer in range(depth))
+        return f"routed_layers={self.routed_layers} (zero-based), {pattern} (T dense, D routed)"
+
+
+def _dense_trace(entered: Tokens, left: Tokens) -> LayerTrace:
+    batch, tokens = entered.x.shape[:2]
+    everything = torch.arange(tokens, device=entered.x.device).expand(batch, tokens)
+    counts = torch.full((batch,), tokens, device=entered.x.device)
+    return LayerTrace(None, everything, counts, left.x.shape[1], entered.origins())
+
+
+def _to_public_names(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    """backbone.X -> X and layers.<l>.<axis>.X -> <axis>.<l>.X, in place and in order."""
+    own = [key for key in state if key.startswith(prefix)]
+    renamed = {}
+    for key in own:
+        name = key[len(prefix) :]
+        value = state.pop(key)
+        if name.startswith("backbone."):
+            name = name.removeprefix("backbone.")
+        elif name.startswith("layers."):
+            _, layer, axis, rest = name.split(".", 3)
+            name = f"{axis}.{layer}.{rest}"
+        renamed[prefix + name] = value
+    state.update(renamed)
+
+
+def _from_public_names(
+    module: nn.Module,
+    state: dict[str, Any],
+    prefix: str,
+    local_metadata: Any,
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_messages: list[str],
+) -> None:
+    """The inverse of `_to_public_names`."""
+    own = [key for key in state if key.startswith(prefix)]
+    renamed = {}
+    for key in own:
+        name = key[len(prefix) :]
+        axis, _, rest = name.partition(".")
+        layer, _, parameter = rest.partition(".")
+        if axis in AXIS_MODULES and layer.isdigit():
+            name = f"layers.{layer}.{axis}.{parameter}"
+        else:
+            name = f"backbone.{name}"
+        renamed[prefix + name] = state.pop(key)
+    state.update(renamed)

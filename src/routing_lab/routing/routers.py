@@ -1,0 +1,332 @@
+"""Score sources. A score is one number per token; a higher one is kept first.
+
+Shape legend: B batch, N tokens, H heads, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from routing_lab.attention import StatisticsRequest
+from routing_lab.routing import members
+from routing_lab.routing.base import LayerSpec, Router, RouterInput
+from routing_lab.routing.members import RouterTraits
+
+HeadReduction = Literal["mean", "max", "median", "head"]
+
+
+class DenseRouter(Router):
+    """No routing: every layer is the backbone's own. It is never asked for a score."""
+
+    traits: ClassVar[RouterTraits] = members.ROUTERS["dense"]
+
+    def score(self, inputs: RouterInput) -> Tensor:
+        return torch.ones(inputs.tokens.x.shape[:2], device=inputs.tokens.x.device)
+
+
+class LinearRouter(Router):
+    """r_i = w^T x_i (+ b): the router of Mixture-of-Depths (Raposo et al. 2024, Eq. 1) on the residual stream.
+
+    Args:
+        bias: add a learned bias (one more parameter).
+        init_std: standard deviation of the initial weights.
+        normalize_input: apply a parameter-free layer norm to x first.
+    """
+
+    traits: ClassVar[RouterTraits] = members.ROUTERS["linear"]
+
+    def __init__(
+        self, spec: LayerSpec, *, bias: bool = False, init_std: float = 0.02, normalize_input: bool = False
+    ) -> None:
+        super().__init__(spec)
+        self.weight = nn.Parameter(torch.randn(1, spec.width) * init_std)
+        self.bias = nn.Parameter(torch.zeros(1)) if bias else None
+        self.normalize_input = normalize_input
+
+    def score(self, inputs: RouterInput) -> Tensor:
+        x = _router_input(inputs.tokens.x, self.weight, self.normalize_input)
+        return nn.functional.linear(x, self.weight, self.bias).squeeze(-1)
+
+
+class MLPRouter(Router):
+    """p_i = softmax(W_2 SiLU(W_1 x_i + b_1) + b_2)_0: the two-way router of DTRNet (Eq. 1), attend or bypass.
+
+    Args:
+        hidden: hidden width; None: half the width of the residual stream.
+        normalize_input: apply a parameter-free layer norm to x first.
+    """
+
+    traits: ClassVar[RouterTraits] = members.ROUTERS["mlp"]
+
+    def __init__(self, spec: LayerSpec, *, hidden: int | None = None, normalize_input: bool = False) -> None:
+        super().__init__(spec)
+        hidden = hidden or spec.width // 2
+        self.fc1 = nn.Linear(spec.width, hidden)
+        self.fc2 = nn.Linear(hidden, 2)
+        self.normalize_input = normalize_input
+
+    def score(self, inputs: RouterInput) -> Tensor:
+        x = _router_input(inputs.tokens.x, self.fc1.weight, self.normalize_input)
+        return self.fc2(nn.functional.silu(self.fc1(x))).softmax(dim=-1)[..., 0]
+
+
+class AttentionReceivedRouter(Router):
+    """r_i = 1 / (H N) sum_h sum_j A_h[j, i]: attention received in the source layer (A-MoD, Eq. 4). No parameters.
+
+    Args:
+        head_reduction: how heads are combined: `mean` (Eq. 4), `max`, `median` (lower), or one `head`.
+        head: which head, for head_reduction=head.
+        exclude_queries: token kinds whose rows do not count (`class`, `distillation`, `registers`, `prefix`, `self`).
+        exclude_keys: token kinds left out as keys, the others of each row renormalised.
+    """
+
+    traits: ClassVar[RouterTraits] = members.ROUTERS["amod"]
+
+    def __init__(
+        self,
+        spec: LayerSpec,
+        *,
+        head_reduction: HeadReduction = "mean",
+        head: int | None = None,
+        exclude_queries: Sequence[str] = (),
+        exclude_keys: Sequence[str] = (),
+    ) -> None:
+        super().__init__(spec)
+        self.head_reduction = head_reduction
+        self.head = head
+        self.exclude_queries = tuple(exclude_queries)
+        self.exclude_keys = tuple(exclude_keys)
+
+    def request(self) -> StatisticsRequest:
+        """What this router needs from the source layer."""
+        return StatisticsRequest(
+            received=True,
+            skip_queries=_positions(self.exclude_queries, self.spec.prefix),
+            skip_keys=_positions(self.exclude_keys, self.spec.prefix),
+            skip_self="self" in self.exclude_queries or "self" in self.exclude_keys,
+        )
+
+    def score(self, inputs: RouterInput) -> Tensor:
+        assert inputs.attention is not None and inputs.attention.received is not None
+        return reduce_heads(inputs.attention.received, self.head_reduction, self.head)
+
+
+class ClassAttentionRouter(Router):
+    """r_i = 1 / H sum_h A_h[class, i]: the class token's attention in the source layer (EViT). No parameters.
+
+    Args:
+        head_reduction: how heads are combined, as for `amod`.
+        head: which head, for head_reduction=head.
+    """
+
+    traits: ClassVar[RouterTraits] = members.ROUTERS["cls_attention"]
+
+    def __init__(self, spec: LayerSpec, *, head_reduction: HeadReduction = "mean", head: int | None = None) -> None:
+        super().__init__(spec)
+        self.head_reduction = head_reduction
+        self.head = head
+
+    def request(self) -> StatisticsRequest:
+        """What this router needs from the source layer."""
+        return StatisticsRequest(class_row=True)
+
+    def score(self, inputs: RouterInput) -> Tensor:
+        assert inputs.attention is not None and inputs.attention.class_row is not None
+        return reduce_heads(inputs.attention.class_row, self.head_reduction, self.head)
+
+
+class SubspaceRouter(Router):
+    """r_i = mean of the coordinates `dims` of x_i: part of the hidden state read as a logit (Self-Routing). No parameters.
+
+    Args:
+        dims: coordinates of the residual stream.
+    """
+
+    traits: ClassVar[RouterTraits] = members.ROUTERS["subspace"]
+
+    def __init__(self, spec: LayerSpec, *, dims: Sequence[int] = (0,)) -> None:
+        super().__init__(spec)
+        self.dims = list(dims)
+
+    def score(self, inputs: RouterInput) -> Tensor:
+        return inputs.tokens.x[..., self.dims].mean(dim=-1)
+
+
+class MixRouter(AttentionReceivedRouter):
+    """r_i = (1 - alpha) attention received + alpha w^T x_i: attention with a small learned correction.
+
+    alpha = 0 is `amod` and alpha = 1 is `linear`, bit by bit.
+
+    Args:
+        alpha: weight of the learned part.
+        learn_alpha: make alpha a parameter, one per layer.
+        bias, init_std, normalize_input: as for `linear`.
+        head_reduction, head, exclude_queries, exclude_keys: as for `amod`.
+    """
+
+    traits: ClassVar[RouterTraits] = members.ROUTERS["mix"]
+
+    def __init__(
+        self,
+        spec: LayerSpec,
+        *,
+        alpha: float = 0.5,
+        learn_alpha: bool = False,
+        bias: bool = False,
+        init_std: float = 0.02,
+        normalize_input: bool = False,
+        head_reduction: HeadReduction = "mean",
+        head: int | None = None,
+        exclude_queries: Sequence[str] = (),
+        exclude_keys: Sequence[str] = (),
+    ) -> None:
+        super().__init__(
+            spec,
+            head_reduction=head_reduction,
+            head=head,
+            exclude_queries=exclude_queries,
+            exclude_keys=exclude_keys,
+        )
+        self.linear = LinearRouter(spec, bias=bias, init_std=init_std, normalize_input=normalize_input)
+        self.alpha: nn.Parameter | float = nn.Parameter(torch.tensor(alpha)) if learn_alpha else alpha
+
+    def score(self, inputs: RouterInput) -> Tensor:
+        attention = super().score(inputs)
+        learned = self.linear.score(inputs)
+        return (1 - self.alpha) * attention + self.alpha * learned
+
+
+class RandomRouter(Router):
+    """Scores that know nothing of the token: the control every learned score is compared with.
+
+    Args:
+        mode: `iid`, uniform noise, new at every step and for every sample (in evaluation: fixed per sample);
+            `fixed`, uniform noise drawn once per layer for all samples and steps;
+            `strided`, the van der Corput sequence of the position: the highest k are spread evenly over the tokens.
+    """
+
+    traits: ClassVar[RouterTraits] = members.ROUTERS["random"]
+
+    def __init__(self, spec: LayerSpec, *, mode: Literal["iid", "fixed", "strided"] = "iid") -> None:
+        super().__init__(spec)
+        self.mode = mode
+
+    def score(self, inputs: RouterInput) -> Tensor:
+        batch, tokens = inputs.tokens.x.shape[:2]
+        noise, spec = inputs.state.noise, self.spec
+        if self.mode == "iid":
+            return noise.uniform(tokens, spec.seed, spec.layer)
+        if self.mode == "fixed":
+            return noise.fixed(tokens, spec.seed, spec.layer)
+        return _van_der_corput(tokens, inputs.tokens.num_prefix, inputs.tokens.x.device).expand(batch, tokens)
+
+
+class ConstantRouter(Router):
+    """The same score for every token: top-k keeps the first ones, a percentile keeps all (ties).
+
+    Args:
+        value: the score.
+    """
+
+    traits: ClassVar[RouterTraits] = members.ROUTERS["constant"]
+
+    def __init__(self, spec: LayerSpec, *, value: float = 1.0) -> None:
+        super().__init__(spec)
+        self.value = value
+
+    def score(self, inputs: RouterInput) -> Tensor:
+        x = inputs.tokens.x
+        return torch.full(x.shape[:2], self.value, device=x.device)
+
+
+class Corruption(nn.Module):
+    """Spoils the scores of any router: a falsifier that keeps the budget and everything else.
+
+    Args:
+        spec: the layer.
+        kind: `shuffle` permutes the scores of the unprotected tokens within each sample (the multiset of scores is
+            preserved); `sink` moves the share `strength` of the total score onto one patch; `noise` adds normal noise of
+            `strength` standard deviations of the sample's scores.
+        phase: when it acts: `train`, `eval` or `both`.
+        strength: see kind; for `sink` in [0, 1]; for `shuffle` the share of samples that are shuffled, in [0, 1].
+        token: the patch that becomes the sink, counted from 0 after the prefix tokens.
+        num_protected: leading tokens that are kept whatever their score; `shuffle` leaves them in place.
+    """
+
+    def __init__(
+        self,
+        spec: LayerSpec,
+        *,
+        kind: Literal["shuffle", "sink", "noise"],
+        phase: Literal["train", "eval", "both"] = "both",
+        strength: float = 1.0,
+        token: int = 0,
+        num_protected: int = 0,
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        self.kind = kind
+        self.phase = phase
+        self.strength = strength
+        self.token = token
+        self.num_protected = num_protected
+
+    def forward(self, scores: Tensor, inputs: RouterInput) -> Tensor:
+        """[B, N] the spoiled scores."""
+        if self.phase != "both" and (self.phase == "train") != inputs.state.training:
+            return scores
+        noise, spec = inputs.state.noise, self.spec
+        tokens = scores.shape[1]
+        if self.kind == "shuffle":
+            order = noise.uniform(tokens - self.num_protected, spec.seed, spec.layer, purpose=1).argsort(dim=1)
+            rest = scores[:, self.num_protected :]
+            shuffled = rest.gather(1, order)
+            if self.strength < 1:
+                chosen = noise.uniform(1, spec.seed, spec.layer, purpose=2) < self.strength
+                shuffled = torch.where(chosen, shuffled, rest)
+            return torch.cat([scores[:, : self.num_protected], shuffled], dim=1)
+        if self.kind == "sink":
+            position = inputs.tokens.num_prefix + self.token
+            if position >= tokens:
+                raise ValueError(f"router.corrupt_token = {self.token}: the layer has {tokens} tokens, {inputs.tokens.num_prefix} of them prefix")
+            sink = torch.zeros(tokens, dtype=scores.dtype, device=scores.device)
+            sink[position] = 1
+            return (1 - self.strength) * scores + self.strength * scores.sum(dim=1, keepdim=True) * sink
+        spread = scores.std(dim=1, keepdim=True)
+        return scores + self.strength * spread * noise.normal(tokens, spec.seed, spec.layer, purpose=3).to(scores.dtype)
+
+
+def reduce_heads(statistic: Tensor, reduction: HeadReduction, head: int | None = None) -> Tensor:
+    """[B, N] from a per-head statistic [B, H, N]; `median` of an even number of heads is the lower one."""
+    if reduction == "mean":
+        return statistic.mean(dim=1)
+    if reduction == "max":
+        return statistic.amax(dim=1)
+    if reduction == "median":
+        return statistic.median(dim=1).values
+    heads = statistic.shape[1]
+    if head is None or not 0 <= head < heads:
+        raise ValueError(f"router.head = {head}: head_reduction=head needs one of 0 to {heads - 1}")
+    return statistic[:, head]
+
+
+def _router_input(x: Tensor, weight: Tensor, normalize: bool) -> Tensor:
+    x = x.to(weight.dtype)
+    return nn.functional.layer_norm(x, x.shape[-1:]) if normalize else x
+
+
+def _positions(kinds: Sequence[str], prefix: tuple[str, ...]) -> tuple[int, ...]:
+    return tuple(i for i, kind in enumerate(prefix) if kind in kinds or "prefix" in kinds)
+
+
+def _van_der_corput(tokens: int, num_prefix: int, device: torch.device) -> Tensor:
+    """[N] float32: 1 - v(n) with v the base-2 radical inverse of the patch index; prefix tokens come first, at 1."""
+    patch = torch.arange(tokens, device=device) - num_prefix
+    inverse = torch.zeros(tokens, device=device)
+    for bit in range(max(1, (tokens - 1).bit_length())):
+        inverse = inverse + ((patch >> bit) & 1) * 2.0 ** -(bit + 1)
+    return torch.where(patch < 0, 1.0, 1 - inverse)
