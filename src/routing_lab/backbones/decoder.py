@@ -53,7 +53,7 @@ class LlamaBackbone(Backbone):
         x = model.embed_tokens(inputs)
         positions = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
         mask = create_causal_mask(
-            config=model.config, inputs_embeds=x, attention_mask=None, past_key_values=None, position_ids=positions
+            config=model.config, inputs_embeds=x, attention_mask=None, cache=None, position_ids=positions
         )
         cosine, sine = model.rotary_emb(x, position_ids=positions)
         return x, DecoderContext(cosine, sine, mask)
