@@ -319,7 +319,7 @@ def _visible(node: Mapping[str, Any]) -> dict[str, Any]:
 
 def _member(record: Mapping[str, Any], axis: str) -> str | None:
     node = record["axes"].get(axis) or record["config"].get(axis)
-    name = node.get("name") if isinstance(node, Mapping) else node
+    name = node.get("name", node.get("kind")) if isinstance(node, Mapping) else node
     return None if name is None else str(name)
 
 

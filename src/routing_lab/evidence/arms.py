@@ -1,0 +1,168 @@
+"""Records grouped into arms: runs that differ in nothing but their seed."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from routing_lab.evidence.formatting import runs_of, value_text
+from routing_lab.evidence.records import compared_config, flatten, is_finished, natural
+
+# Filled in from another key by the configuration, so they never say more than that key does.
+_DERIVED = {"data.image_size": "backbone.image_size", "data.channels": "backbone.channels"}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One configuration with one record per seed.
+
+    `config` is flat (`capacity.fraction`) and holds what makes the arm; `cells` maps the seed to its record, finished
+    or not.
+    """
+
+    label: str
+    config: Mapping[str, Any]
+    cells: dict[int, Mapping[str, Any]] = field(repr=False)
+
+    @property
+    def finished(self) -> dict[int, Mapping[str, Any]]:
+        """Records of the seeds that finished, by ascending seed."""
+        return {seed: self.cells[seed] for seed in sorted(self.cells) if is_finished(self.cells[seed])}
+
+    def values(self, metric: str) -> dict[int, float]:
+        """Seed to value, over the finished seeds that have one. Keys of a record's cost carry the prefix `cost/`."""
+        found = {seed: metric_of(record, metric) for seed, record in self.finished.items()}
+        return {seed: value for seed, value in found.items() if not math.isnan(value)}
+
+    def mean(self, metric: str) -> float:
+        """Mean over the finished seeds, NaN without any."""
+        values = list(self.values(metric).values())
+        return math.fsum(values) / len(values) if values else math.nan
+
+    @property
+    def kept_fraction(self) -> dict[int, float]:
+        """Zero-based routed layer to the measured fraction of tokens it kept, averaged over the finished seeds."""
+        layers: dict[int, list[float]] = {}
+        for record in self.finished.values():
+            for layer, kept in (record["routing"].get("kept_fraction") or {}).items():
+                layers.setdefault(int(layer), []).append(float(kept))
+        return {layer: math.fsum(kept) / len(kept) for layer, kept in sorted(layers.items())}
+
+    @property
+    def mean_kept_fraction(self) -> float:
+        """Mean of `kept_fraction` over the routed layers, NaN without any."""
+        kept = self.kept_fraction.values()
+        return math.fsum(kept) / len(kept) if kept else math.nan
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the arm routes nothing."""
+        return bool(self.config.get("router.name") == "dense")
+
+    def missing(self, seeds: Sequence[int]) -> str:
+        """What of `seeds` has no result, in words: `failed: seed 2; missing: seeds 4, 5`; empty when all have one."""
+        states: dict[str, list[int]] = {}
+        for seed in sorted(seeds):
+            state = self.cells[seed]["status"] if seed in self.cells else "missing"
+            if state != "finished":
+                states.setdefault(state, []).append(seed)
+        return "; ".join(f"{state}: {_seeds(found)}" for state, found in sorted(states.items()))
+
+
+def metric_of(record: Mapping[str, Any], metric: str) -> float:
+    """A measured number of a record: a metric by its own name, a cost as `cost/<name>`; NaN where the record has
+    none.
+    """
+    if metric.startswith("cost/"):
+        value = record["cost"].get(metric.removeprefix("cost/"))
+    else:
+        value = record["metrics"].get(metric)
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+
+
+def group_arms(records: Sequence[Mapping[str, Any]]) -> list[Arm]:
+    """Arms in order of appearance.
+
+    Records belong to one arm when their compared configurations are equal. Their label is the record's `arm`, where
+    it has one, or else the keys in which the arms differ. Of two records with one seed the finished one counts, then
+    the first. Records without a configuration (unreadable ones) belong to no arm.
+    """
+    groups: dict[str, tuple[dict[str, Any], str | None, dict[int, Mapping[str, Any]]]] = {}
+    for record in records:
+        if record["status"] == "unreadable" or not isinstance(record["seed"], int):
+            continue
+        config = compared_config(record)
+        key = json.dumps(config, sort_keys=True, default=str)
+        _, _, cells = groups.setdefault(key, (config, record.get("arm"), {}))
+        seed = record["seed"]
+        if seed not in cells or (is_finished(record) and not is_finished(cells[seed])):
+            cells[seed] = record
+    configs = [config for config, _, _ in groups.values()]
+    labels = _unique_labels([name for _, name, _ in groups.values()], arm_labels(configs))
+    return [Arm(label, config, cells) for label, (config, _, cells) in zip(labels, groups.values(), strict=True)]
+
+
+def differing_keys(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    """Flat keys in which two configurations (flat or nested) differ, in natural order; a key that only one has
+    counts.
+    """
+    first, second = flatten(a), flatten(b)
+    absent = object()
+    keys = {key for key in first.keys() | second.keys() if first.get(key, absent) != second.get(key, absent)}
+    keys -= {derived for derived, source in _DERIVED.items() if derived in keys and source in keys}
+    return sorted(keys, key=natural)
+
+
+def arm_labels(configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """For each flat configuration the keys that tell it from the others: `router=amod capacity.fraction=0.5`.
+
+    Where arms differ in the member of an axis, the axis is named once; the member's options appear where they differ
+    among arms with that same member.
+    """
+    if len(configs) < 2:
+        return [_own_label(config) for config in configs]
+    keys = list(dict.fromkeys(key for config in configs for key in config))
+    varying = [key for key in keys if _varies(configs, key)]
+    names = [key for key in varying if key.endswith(".name") and key.count(".") == 1]
+    kinds = {key: key.removesuffix(".name") for key in names}
+    shown: list[list[str]] = [[] for _ in configs]
+    for key in varying:
+        if key in kinds:
+            for parts, config in zip(shown, configs, strict=True):
+                parts.append(f"{kinds[key]}={value_text(config.get(key))}")
+            continue
+        if key in _DERIVED and all(config.get(key) == config.get(_DERIVED[key]) for config in configs):
+            continue
+        member = f"{key.split('.', 1)[0]}.name"
+        by_member: dict[Any, list[int]] = {}
+        for i, config in enumerate(configs):
+            by_member.setdefault(config.get(member), []).append(i)
+        for indices in by_member.values():
+            if _varies([configs[i] for i in indices], key):
+                for i in indices:
+                    if key in configs[i]:
+                        shown[i].append(f"{key}={value_text(configs[i][key])}")
+    return [" ".join(parts) or _own_label(config) for parts, config in zip(shown, configs, strict=True)]
+
+
+def _own_label(config: Mapping[str, Any]) -> str:
+    parts = [str(config[key]) for key in ("router.name", "scaling.name") if key in config]
+    return " ".join(parts) or "all runs"
+
+
+def _unique_labels(names: Sequence[str | None], labels: Sequence[str]) -> list[str]:
+    given = [name or label for name, label in zip(names, labels, strict=True)]
+    return [text if given.count(text) == 1 else f"{text} ({label})" for text, label in zip(given, labels, strict=True)]
+
+
+def _varies(configs: Sequence[Mapping[str, Any]], key: str) -> bool:
+    absent = object()
+    first = configs[0].get(key, absent)
+    return any(config.get(key, absent) != first for config in configs)
+
+
+def _seeds(seeds: list[int]) -> str:
+    return f"seed{'s' if len(seeds) > 1 else ''} {runs_of(seeds)}"

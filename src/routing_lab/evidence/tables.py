@@ -1,0 +1,518 @@
+"""Tables of arms and of their differences, and how tables are written: plain lines, rich, CSV, Markdown, LaTeX, HTML.
+
+A table keeps raw values; text is made when it is rendered, so that every form of it agrees to the digit and CSV keeps
+full precision. Differences are computed here from the raw values of the runs, never typed in.
+"""
+
+from __future__ import annotations
+
+import csv
+import html
+import io
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from routing_lab.evidence import formatting
+from routing_lab.evidence.arms import Arm, differing_keys, group_arms
+from routing_lab.evidence.formatting import Kind
+from routing_lab.evidence.records import member_name, scale_label, write_text
+
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
+
+    from routing_lab.evidence.statistics import Difference
+
+DEFAULT_METRIC = "test/acc"
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: its key in CSV, its heading for people, and what kind of number it holds.
+
+    A column of kind `interval` holds pairs (low, high) of numbers of kind `ends`, and becomes two columns in CSV. A
+    detail is left out on terminals, which are narrow.
+    """
+
+    key: str
+    heading: str
+    kind: Kind = "text"
+    ends: Kind = "number"
+    is_signed: bool = False
+    is_detail: bool = False
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the column is set flush left."""
+        return self.kind == "text"
+
+    def text(self, value: Any) -> str:
+        """A value of this column as text."""
+        if self.kind == "interval":
+            low, high = value if value is not None else (None, None)
+            return formatting.interval(low, high, self.ends, signed=self.is_signed)
+        return formatting.number(value, self.kind, signed=self.is_signed)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Raw values in rows, with a caption above and notes below."""
+
+    name: str
+    caption: str
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Any, ...], ...]
+    notes: tuple[str, ...] = ()
+
+    def texts(self) -> list[list[str]]:
+        """Every cell as text, row by row."""
+        return [[column.text(value) for column, value in zip(self.columns, row, strict=True)] for row in self.rows]
+
+    def column(self, key: str) -> list[Any]:
+        """Raw values of one column."""
+        index = [column.key for column in self.columns].index(key)
+        return [row[index] for row in self.rows]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """An arm against its reference: the difference by seed, or why there is none."""
+
+    arm: Arm
+    reference: Arm
+    difference: Difference | None
+    p_sign_flip: float
+    detectable: float
+    refusal: str = ""
+
+
+@dataclass(frozen=True)
+class SweepTable:
+    """The arms of a sweep and, where there are several, their differences from the reference arm."""
+
+    arms: Table
+    differences: Table | None
+    comparisons: tuple[Comparison, ...]
+
+    @property
+    def tables(self) -> tuple[Table, ...]:
+        """The tables that exist, in the order in which they are read."""
+        return (self.arms,) if self.differences is None else (self.arms, self.differences)
+
+    def joined(self) -> Table:
+        """Both in one table: a row per arm, the difference beside it."""
+        if self.differences is None:
+            return self.arms
+        taken = {column.key for column in self.arms.columns}
+        extra = [i for i, column in enumerate(self.differences.columns) if column.key not in taken]
+        by_arm = {row[0]: tuple(row[i] for i in extra) for row in self.differences.rows}
+        empty = (None,) * len(extra)
+        return replace(
+            self.arms,
+            columns=self.arms.columns + tuple(self.differences.columns[i] for i in extra),
+            rows=tuple(row + by_arm.get(row[0], empty) for row in self.arms.rows),
+        )
+
+
+def sweep_table(
+    records: Sequence[Mapping[str, Any]],
+    *,
+    metric: str | None = None,
+    reference: str | None = None,
+    level: float = 0.95,
+) -> SweepTable:
+    """One row per arm over its seeds, and the paired differences from the reference arm.
+
+    Args:
+        records: what `read_records` or `read_record` gave, in the order in which the arms are to appear.
+        metric: key of a metric, `test/acc` by default (`test/loss` where no run has an accuracy).
+        reference: label of the reference arm. By default each arm is compared with the dense arm of the same data
+            that differs in the fewest keys; without a dense arm, with the first arm of the same data.
+        level: of the intervals.
+    """
+    arms = group_arms(records)
+    shown = formatting.metric(metric or _present_metric(arms))
+    seeds = sorted({seed for arm in arms for seed in arm.cells})
+    references, notes = _references(arms, reference)
+    comparisons = tuple(
+        compare(arm, references[arm.label], shown.key, level)
+        for arm in arms
+        if references.get(arm.label, arm) is not arm
+    )
+    broken = [
+        f"unreadable: {record['name']} ({record['reason']})" for record in records if record["status"] == "unreadable"
+    ]
+    caption = _caption(records, shown.key, level)
+    arms_table = _arms_table(arms, shown, seeds, level, caption, (*notes, *broken))
+    differences = difference_table(comparisons, shown.key, caption, level) if comparisons else None
+    return SweepTable(arms_table, differences, comparisons)
+
+
+def compare(arm: Arm, reference: Arm, metric: str, level: float = 0.95) -> Comparison:
+    """`arm - reference` in `metric`, paired by seed; refused with the seeds that differ where the seeds are not the
+    same.
+    """
+    from routing_lab.evidence import statistics
+
+    a, b = arm.values(metric), reference.values(metric)
+    nan = math.nan
+    if not a or not b:
+        empty = " and ".join(side.label for side, values in ((arm, a), (reference, b)) if not values)
+        return Comparison(arm, reference, None, nan, nan, f"no results of {empty}")
+    only_arm, only_reference = sorted(a.keys() - b.keys()), sorted(b.keys() - a.keys())
+    if only_arm or only_reference:
+        sides = [(only_arm, "this arm"), (only_reference, "the reference")]
+        parts = [f"{formatting.runs_of(only)} only in {side}" for only, side in sides if only]
+        return Comparison(arm, reference, None, nan, nan, f"not compared: seeds differ ({'; '.join(parts)})")
+    difference = statistics.paired_by_seed(a, b, level)
+    p_sign = nan
+    if 1 < difference.n <= statistics.MAX_EXACT_SIGNS:
+        p_sign = statistics.sign_flip([a[seed] - b[seed] for seed in sorted(a)]).p_two_sided
+    detectable = nan if difference.is_degenerate else statistics.minimum_detectable_effect(difference.sd, difference.n)
+    return Comparison(arm, reference, difference, p_sign, detectable)
+
+
+def difference_table(
+    comparisons: Sequence[Comparison], metric: str, caption: str, level: float = 0.95, name: str = "differences"
+) -> Table:
+    """Paired differences with interval, p values (t, exact sign flip, Holm over the table), detectable effect and
+    outcome.
+    """
+    from routing_lab.evidence import statistics
+
+    shown = formatting.metric(metric)
+    holm = statistics.adjust([c.difference.p if c.difference else math.nan for c in comparisons]).tolist()
+    rows = []
+    for comparison, adjusted in zip(comparisons, holm, strict=True):
+        d = comparison.difference
+        means = (comparison.arm.mean(metric), comparison.reference.mean(metric))
+        if d is None:
+            numbers: tuple[Any, ...] = (0, None, None, None, None, None, None, None)
+        else:
+            outcome = "" if d.stamp else statistics.outcome(d, higher_is_better=shown.higher_is_better)
+            numbers = (
+                d.n,
+                d.mean,
+                (d.low, d.high),
+                d.p,
+                comparison.p_sign_flip,
+                adjusted,
+                comparison.detectable,
+                outcome,
+            )
+        rows.append((comparison.arm.label, comparison.reference.label, *means, *numbers, difference_note(comparison)))
+    columns = (
+        Column("arm", "arm"),
+        Column("reference", "against"),
+        Column("mean", f"{shown.heading}", shown.kind, is_detail=True),
+        Column("reference_mean", "of reference", shown.kind, is_detail=True),
+        Column("pairs", "pairs", "count"),
+        Column("difference", "difference", shown.kind, is_signed=True),
+        Column("difference_interval", _level(level), "interval", shown.kind, is_signed=True),
+        Column("p", "p (t)", "p"),
+        Column("p_sign_flip", "p (signs)", "p", is_detail=True),
+        Column("p_holm", "p (Holm)", "p"),
+        Column("detectable", "detectable", shown.kind),
+        Column("outcome", "outcome"),
+        Column("note", "note"),
+    )
+    unit = " in percentage points" if shown.kind == "percent" else ""
+    notes = (
+        f"difference = arm - reference{unit}, paired by seed; outcome by the interval; detectable = smallest true "
+        "difference found with probability 0.8; n.s. = the interval contains 0 or the difference is below that one",
+    )
+    return Table(name, f"Differences in {caption}", columns, tuple(rows), notes)
+
+
+def difference_note(comparison: Comparison) -> str:
+    """What a reader must know of one difference: refusals, `single run`, `n.s.`, differences without spread."""
+    d = comparison.difference
+    if d is None:
+        return comparison.refusal
+    if d.stamp:
+        return d.stamp
+    if d.is_degenerate:
+        return "n.s., identical results" if d.mean == 0 else "equal differences: no estimate of noise"
+    if d.sign == 0:
+        return "n.s."
+    return "n.s., below the detectable effect" if abs(d.mean) < comparison.detectable else ""
+
+
+def win_counts(comparisons: Sequence[Comparison], metric: str) -> dict[str, int]:
+    """Wins, ties and losses by interval over the comparisons that could be made with at least three seeds."""
+    from routing_lab.evidence import statistics
+
+    higher = formatting.metric(metric).higher_is_better
+    made = [c.difference for c in comparisons if c.difference is not None and not c.difference.stamp]
+    outcomes = [statistics.outcome(d, higher_is_better=higher) for d in made]
+    return {"win": outcomes.count("win"), "tie": outcomes.count("tie"), "loss": outcomes.count("loss")}
+
+
+def render_plain(table: Table | SweepTable) -> str:
+    """Aligned lines of plain text, without colours or box drawing."""
+    if isinstance(table, SweepTable):
+        return "\n\n".join(render_plain(part) for part in table.tables)
+    headings = [column.heading for column in table.columns]
+    texts = table.texts()
+    used = _used_columns(table, texts, details=False)
+    widths = {i: max(len(headings[i]), *(len(row[i]) for row in texts), 0) for i in used}
+    lines = [table.caption]
+    for row in [headings, *texts]:
+        cells = [row[i].ljust(widths[i]) if table.columns[i].is_text else row[i].rjust(widths[i]) for i in used]
+        lines.append("  ".join(cells).rstrip())
+    lines.insert(2, "  ".join("-" * widths[i] for i in used))
+    return "\n".join([*lines, *table.notes])
+
+
+def render_rich(table: Table | SweepTable) -> list[RichTable]:
+    """The same for a terminal: rich tables, to be printed one after the other."""
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    rendered = []
+    for part in table.tables if isinstance(table, SweepTable) else (table,):
+        texts = part.texts()
+        used = _used_columns(part, texts, details=False)
+        notes = Text("\n".join(part.notes), justify="left") if part.notes else None
+        rich = RichTable(title=Text(part.caption), caption=notes, title_justify="left", caption_justify="left")
+        for i in used:
+            column = part.columns[i]
+            rich.add_column(Text(column.heading), justify="left" if column.is_text else "right", overflow="fold")
+        for row in texts:
+            rich.add_row(*(Text(row[i]) for i in used))
+        rendered.append(rich)
+    return rendered
+
+
+def render_markdown(table: Table | SweepTable) -> str:
+    """A GitHub table with the caption above and the notes below."""
+    if isinstance(table, SweepTable):
+        return "\n\n".join(render_markdown(part) for part in table.tables)
+    texts = table.texts()
+    used = _used_columns(table, texts)
+    rows = [[table.columns[i].heading for i in used], ["---" if table.columns[i].is_text else "---:" for i in used]]
+    rows += [[_escape_markdown(row[i]) for i in used] for row in texts]
+    lines = [f"**{_escape_markdown(table.caption)}**", "", *("| " + " | ".join(row) + " |" for row in rows)]
+    for note in table.notes:
+        lines += ["", _escape_markdown(note)]
+    return "\n".join(lines)
+
+
+def render_latex(table: Table | SweepTable) -> str:
+    """A `table` environment with booktabs rules."""
+    if isinstance(table, SweepTable):
+        return "\n\n".join(render_latex(part) for part in table.tables)
+    texts = table.texts()
+    used = _used_columns(table, texts)
+    rows = [[_escape_latex(row[i]) for i in used] for row in texts]
+    caption = ". ".join([table.caption, *table.notes])
+    return "\n".join(
+        [
+            r"\begin{table}",
+            rf"\caption{{{_escape_latex(caption)}}}",
+            rf"\label{{tab:{_escape_label(table.name)}}}",
+            r"\begin{tabular}{" + "".join("l" if table.columns[i].is_text else "r" for i in used) + "}",
+            r"\toprule",
+            " & ".join(_escape_latex(table.columns[i].heading) for i in used) + r" \\",
+            r"\midrule",
+            *(" & ".join(row) + r" \\" for row in rows),
+            r"\bottomrule",
+            r"\end{tabular}",
+            r"\end{table}",
+        ]
+    )
+
+
+def render_html(table: Table | SweepTable) -> str:
+    """A `<figure>` that scrolls sideways where it is too wide, with the caption above and the notes below."""
+    if isinstance(table, SweepTable):
+        return "\n".join(render_html(part) for part in table.tables)
+    texts = table.texts()
+    used = _used_columns(table, texts)
+    head = "".join(f'<th scope="col"{_align(table, i)}>{html.escape(table.columns[i].heading)}</th>' for i in used)
+    body = []
+    for row in texts:
+        first, *rest = used
+        cells = [f'<th scope="row"{_align(table, first)}>{html.escape(row[first])}</th>']
+        cells += [f"<td{_align(table, i)}>{html.escape(row[i])}</td>" for i in rest]
+        body.append(f"<tr>{''.join(cells)}</tr>")
+    notes = "".join(f"<p>{html.escape(note)}</p>" for note in table.notes)
+    return "\n".join(
+        [
+            '<figure class="table">',
+            f"<figcaption>{html.escape(table.caption)}</figcaption>",
+            '<div class="scroll" tabindex="0"><table>',
+            f"<thead><tr>{head}</tr></thead>",
+            "<tbody>",
+            *body,
+            "</tbody>",
+            "</table></div>",
+            *([f'<div class="notes">{notes}</div>'] if notes else []),
+            "</figure>",
+        ]
+    )
+
+
+def write_csv(table: Table | SweepTable, path: Path | str) -> Path:
+    """Raw values, one row per arm; floats with the digits that give the same float back, empty cells where nothing is
+    known.
+    """
+    return write_text(path, csv_text(table))
+
+
+def csv_text(table: Table | SweepTable) -> str:
+    """What `write_csv` writes."""
+    table = table.joined() if isinstance(table, SweepTable) else table
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([key for column in table.columns for key in _csv_keys(column)])
+    for row in table.rows:
+        writer.writerow(
+            [cell for column, value in zip(table.columns, row, strict=True) for cell in _csv_cells(column, value)]
+        )
+    return text.getvalue()
+
+
+def _arms_table(
+    arms: Sequence[Arm],
+    shown: formatting.Metric,
+    seeds: Sequence[int],
+    level: float,
+    caption: str,
+    notes: Sequence[str],
+) -> Table:
+    from routing_lab.evidence.statistics import summarize
+
+    validation = formatting.metric(shown.key.replace("test/", "val/", 1))
+    rows = []
+    for arm in arms:
+        summary = summarize(list(arm.values(shown.key).values()), level)
+        note = "; ".join(part for part in (summary.stamp, arm.missing(seeds)) if part)
+        scale = ", ".join(sorted({scale_label(record) for record in arm.cells.values()}))
+        row = [arm.label, summary.n, summary.mean, summary.sd, (summary.low, summary.high)]
+        if validation.key != shown.key:
+            row.append(arm.mean(validation.key))
+        rows.append((*row, arm.mean("cost/macs_measured"), arm.mean_kept_fraction, scale, note))
+    columns = [
+        Column("arm", "arm"),
+        Column("n", "n", "count"),
+        Column("mean", shown.heading, shown.kind),
+        Column("sd", "sd", shown.kind),
+        Column("interval", _level(level), "interval", shown.kind),
+    ]
+    if validation.key != shown.key:
+        columns.append(Column("val_mean", validation.heading, validation.kind))
+    columns += [
+        Column("macs_measured", "MACs", "macs"),
+        Column("kept_fraction", "kept", "fraction"),
+        Column("scale", "scale"),
+        Column("note", "note"),
+    ]
+    return Table("arms", caption[:1].upper() + caption[1:], tuple(columns), tuple(rows), tuple(notes))
+
+
+def _present_metric(arms: Sequence[Arm]) -> str:
+    for key in (DEFAULT_METRIC, "test/loss"):
+        if any(arm.values(key) for arm in arms):
+            return key
+    return DEFAULT_METRIC
+
+
+def _references(arms: Sequence[Arm], label: str | None) -> tuple[dict[str, Arm], list[str]]:
+    """For each arm the one that it is compared with (itself for a reference), and what has to be said about the
+    choice.
+    """
+    if label is not None:
+        chosen = [arm for arm in arms if arm.label == label]
+        if not chosen:
+            known = ", ".join(arm.label for arm in arms)
+            raise ValueError(f"reference={label!r}: no such arm; one of {known} is expected")
+        return {arm.label: chosen[0] for arm in arms}, []
+    by_data: dict[str, list[Arm]] = {}
+    for arm in arms:
+        data = {key: value for key, value in arm.config.items() if key.startswith("data.")}
+        by_data.setdefault(repr(sorted(data.items(), key=lambda item: item[0])), []).append(arm)
+    references: dict[str, Arm] = {}
+    notes = []
+    for group in by_data.values():
+        dense = [arm for arm in group if arm.is_dense]
+        if not dense and len(group) > 1:
+            notes.append(f"the dense arm (router=dense) is missing here: differences are against {group[0].label}")
+        for arm in group:
+            references[arm.label] = arm if arm.is_dense else _nearest(arm, dense) if dense else group[0]
+    return references, notes
+
+
+def _nearest(arm: Arm, candidates: Sequence[Arm]) -> Arm:
+    if len(candidates) == 1:
+        return candidates[0]
+    return min(candidates, key=lambda candidate: len(differing_keys(arm.config, candidate.config)))
+
+
+def _caption(records: Sequence[Mapping[str, Any]], metric: str, level: float) -> str:
+    def names(axis: str) -> str:
+        return ", ".join(dict.fromkeys(name for record in records if (name := member_name(record, axis)))) or "unknown"
+
+    known = [record for record in records if record["status"] != "unreadable"]
+    scales = ", ".join(dict.fromkeys(scale_label(record) for record in known)) or "unknown"
+    return (
+        f"{metric}, {names('backbone')} on {names('data')}, scale: {scales}. "
+        f"Mean over n seeds, standard deviation (ddof 1), {_level(level)} (t)"
+    )
+
+
+def _level(level: float) -> str:
+    return f"{100 * level:g} % interval"
+
+
+def _used_columns(table: Table, texts: Sequence[Sequence[str]], *, details: bool = True) -> list[int]:
+    """Columns in which something stands; columns without a single value are not printed."""
+    wanted = [i for i, column in enumerate(table.columns) if details or not column.is_detail]
+    return [i for i in wanted if not texts or any(row[i] != formatting.MISSING for row in texts)]
+
+
+def _csv_keys(column: Column) -> list[str]:
+    return [f"{column.key}_low", f"{column.key}_high"] if column.kind == "interval" else [column.key]
+
+
+def _csv_cells(column: Column, value: Any) -> list[str]:
+    values = (value or (None, None)) if column.kind == "interval" else (value,)
+    return ["" if v is None or (isinstance(v, float) and math.isnan(v)) else _exact(v) for v in values]
+
+
+def _exact(value: Any) -> str:
+    return repr(float(value)) if isinstance(value, float) else str(value)
+
+
+def _align(table: Table, index: int) -> str:
+    return "" if table.columns[index].is_text else ' class="n"'
+
+
+def _escape_markdown(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+_LATEX = {
+    "\\": r"\textbackslash{}",
+    "{": r"\{",
+    "}": r"\}",
+    "%": r"\%",
+    "&": r"\&",
+    "#": r"\#",
+    "_": r"\_",
+    "$": r"\$",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+}
+
+
+def _escape_latex(text: str) -> str:
+    return "".join(_LATEX.get(character, character) for character in text)
+
+
+def _escape_label(text: str) -> str:
+    return "".join(character if character.isalnum() else "-" for character in text)
