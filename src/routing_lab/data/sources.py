@@ -1,0 +1,327 @@
+"""Where images come from: arrays in memory or files that are opened one by one, both with fixed splits.
+
+A source numbers its examples 0 .. N-1 once, over all splits; this number is the `index` of a batch, of a record's
+predictions and of the patch mask.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import zipfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from routing_lab.data.inspect import check_image_folder, check_imagenet, check_torchvision, read_class_list
+from routing_lab.data.layout import SPLITS, DataProblem, Layout, Split, find_layout, stratified_split
+from routing_lab.data.planted import plant
+
+Splits = dict[Split, NDArray[np.int64]]
+
+HASHED_BYTES = 256 * 2**20
+"""File sets up to this size enter the fingerprint with their content, larger ones with names and sizes."""
+
+MEMORY_BYTES = 2**30
+"""Largest set of decoded images that `data.memory=null` keeps in memory."""
+
+_DIGITS: dict[Split, int] = {"test": 360, "val": 180}
+
+
+@dataclass(frozen=True)
+class ArraySource:
+    """Images in memory: uint8 [N, C, H, W], C = 1 or 3. `masks` [N, grid, grid] only for planted images."""
+
+    images: Tensor
+    targets: NDArray[np.int64]
+    class_names: tuple[str, ...]
+    splits: Splits
+    masks: Tensor | None = None
+    content: str | None = None  # digest of what the arrays were decoded from, if they were
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 over pixels, targets, class names and splits."""
+        return _fingerprint(self.content or _digest(self.images), self)
+
+
+@dataclass(frozen=True)
+class FileSource:
+    """Image files: `names` identify them independently of where they lie, `places` say where that is.
+
+    Places are paths, or member names of the ZIP archive `archive`.
+    """
+
+    names: tuple[str, ...]
+    places: tuple[str, ...]
+    targets: NDArray[np.int64]
+    class_names: tuple[str, ...]
+    splits: Splits
+    archive: Archive | None = None
+    masks: None = field(default=None, init=False)
+
+    def open(self, index: int) -> Image.Image:
+        """Decode one image to RGB.
+
+        Raises:
+            ValueError: the file cannot be read; it is named.
+        """
+        place = self.places[index]
+        shown = f"{self.archive.path}: {place}" if self.archive else place
+        try:
+            with self._stream(place) as stream, Image.open(stream) as image:
+                if image.mode.startswith(("I", "F")):
+                    raise ValueError(f"pixels of mode {image.mode}; expected 8 bits a channel")
+                if "transparency" in image.info:
+                    return image.convert("RGBA").convert("RGB")
+                return image.convert("RGB")
+        except (OSError, ValueError, SyntaxError, EOFError, zipfile.BadZipFile, Image.DecompressionBombError) as error:
+            raise ValueError(f"{shown}: cannot read this image ({error})") from error
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 over names, sizes, content (up to `HASHED_BYTES` in all), targets, class names and splits."""
+        return _fingerprint(self.content, self)
+
+    @cached_property
+    def content(self) -> str:
+        """SHA-256 over names, sizes and, up to `HASHED_BYTES` in all, the bytes of the files."""
+        sizes = [self.archive.size(place) if self.archive else os.stat(place).st_size for place in self.places]
+        read = sum(sizes) <= HASHED_BYTES
+        digest = hashlib.sha256()
+        for name, place, size in zip(self.names, self.places, sizes, strict=True):
+            digest.update(f"{name}\0{size}\0".encode())
+            if read:
+                with self._stream(place) as stream:
+                    digest.update(hashlib.sha256(stream.read()).digest())
+        return digest.hexdigest()
+
+    def _stream(self, place: str) -> BinaryIO:
+        return io.BytesIO(self.archive.read(place)) if self.archive else open(place, "rb")
+
+
+class Archive:
+    """A ZIP archive read in place. Every process opens it for itself: a shared file position would be moved by all."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).expanduser()
+        self._opened: tuple[int, zipfile.ZipFile] | None = None
+
+    def read(self, member: str) -> bytes:
+        """Content of one member."""
+        return self._zip().read(member)
+
+    def size(self, member: str) -> int:
+        """Uncompressed bytes of one member."""
+        return self._zip().getinfo(member).file_size
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": self.path, "_opened": None}
+
+    def _zip(self) -> zipfile.ZipFile:
+        if self._opened is None or self._opened[0] != os.getpid():
+            self._opened = (os.getpid(), zipfile.ZipFile(self.path))
+        return self._opened[1]
+
+
+Source = ArraySource | FileSource
+
+
+def build_source(data: Any) -> Source:
+    """The source of a validated `data` node.
+
+    Raises:
+        DataProblem: the data set is missing or not as configured; the message says where it was looked for.
+    """
+    build: dict[str, Callable[[Any], Source]] = {
+        "digits": _digits,
+        "planted": _planted,
+        "image_folder": _image_folder,
+        "imagenet": _imagenet,
+        "imagenet100": _imagenet,
+        "cifar10": _cifar,
+        "cifar100": _cifar,
+        "cars": _cars,
+        "pets": _pets,
+        "flowers": _flowers,
+    }
+    source = build[data.name](data)
+    for split in SPLITS:
+        if not len(source.splits[split]):
+            raise DataProblem("data.name", data.name, f"its split {split!r} is empty; expected at least one image")
+    return source
+
+
+def _digits(data: Any) -> ArraySource:
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    # Grey levels 0 .. 16 spread over a byte; rounding keeps them distinct.
+    images = torch.from_numpy(np.rint(digits.images * (255 / 16)).astype(np.uint8))[:, None]
+    targets = digits.target.astype(np.int64)
+    parts = stratified_split(targets.tolist(), [str(i) for i in range(len(targets))], _DIGITS, seed=0)
+    splits = _arrays({"train": parts["rest"], "val": parts["val"], "test": parts["test"]})
+    return ArraySource(images, targets, tuple("0123456789"), splits)
+
+
+def _planted(data: Any) -> ArraySource:
+    planted = plant(data)
+    bounds = np.cumsum([0, data.num_train, data.num_val, data.num_test])
+    splits = {split: np.arange(bounds[i], bounds[i + 1]) for i, split in enumerate(SPLITS)}
+    names = tuple(str(label) for label in range(data.num_classes))
+    masks = torch.from_numpy(planted.masks)
+    return ArraySource(torch.from_numpy(planted.images), planted.targets, names, splits, masks)
+
+
+def _cifar(data: Any) -> ArraySource:
+    from torchvision import datasets
+
+    check_torchvision(data)
+    kind = datasets.CIFAR10 if data.name == "cifar10" else datasets.CIFAR100
+    train, test = (_torchvision(kind, data, train=train) for train in (True, False))
+    images = torch.from_numpy(np.concatenate([train.data, test.data])).permute(0, 3, 1, 2).contiguous()
+    targets = np.array([*train.targets, *test.targets], dtype=np.int64)
+    groups = ["train"] * len(train.data) + ["test"] * len(test.data)
+    splits = _carve(data, groups, targets, [str(i) for i in range(len(targets))])
+    return ArraySource(images, targets, tuple(train.classes), splits)
+
+
+def _image_folder(data: Any) -> FileSource:
+    layout = check_image_folder(data)
+    archive = None if layout.path.is_dir() else Archive(layout.path)
+    return _from_layout(data, layout, archive)
+
+
+def _imagenet(data: Any) -> FileSource:
+    check_imagenet(data)
+    return _from_layout(data, find_layout(data.root, "data.root", only=read_class_list(data)), None)
+
+
+def _from_layout(data: Any, layout: Layout, archive: Archive | None) -> FileSource:
+    number = {name: label for label, name in enumerate(layout.classes)}
+    images = layout.images
+    targets = np.array([number[image.label] for image in images], dtype=np.int64)
+    names = [image.name for image in images]
+    splits = _carve(data, [image.split for image in images], targets, names)
+    return FileSource(
+        names=tuple(f"{image.split}/{image.name}" if image.split else image.name for image in images),
+        places=tuple(image.member if archive else str(layout.path / image.member) for image in images),
+        targets=targets,
+        class_names=layout.classes,
+        splits=splits,
+        archive=archive,
+    )
+
+
+def _cars(data: Any) -> FileSource:
+    from torchvision.datasets import StanfordCars
+
+    check_torchvision(data)
+    parts = {split: _torchvision(StanfordCars, data, split=split, loader=_path) for split in ("train", "test")}
+    return _from_torchvision(data, {split: list(part) for split, part in parts.items()}, parts["train"].classes)
+
+
+def _flowers(data: Any) -> FileSource:
+    from torchvision.datasets import Flowers102
+
+    check_torchvision(data)
+    parts = {split: _torchvision(Flowers102, data, split=split, loader=_path) for split in SPLITS}
+    return _from_torchvision(data, {split: list(part) for split, part in parts.items()}, Flowers102.classes)
+
+
+def _pets(data: Any) -> FileSource:
+    from torchvision.datasets import OxfordIIITPet
+
+    check_torchvision(data)
+    parts = {name: _torchvision(OxfordIIITPet, data, split=name) for name in ("trainval", "test")}
+    samples = {
+        "train" if name == "trainval" else "test": list(zip(part._images, part._labels, strict=True))
+        for name, part in parts.items()
+    }
+    return _from_torchvision(data, samples, parts["trainval"].classes)
+
+
+def _torchvision(kind: Any, data: Any, **options: Any) -> Any:
+    """Open a torchvision data set and say what torchvision says when its files are incomplete."""
+    if getattr(data, "download", False):
+        options["download"] = True
+    root = Path(data.root).expanduser()
+    try:
+        return kind(root=str(root), **options)
+    except (RuntimeError, OSError) as error:
+        raise DataProblem(
+            "data.root", data.root, f"{data.name} is incomplete in {root.absolute()} ({error})"
+        ) from error
+
+
+def _from_torchvision(
+    data: Any, samples: dict[str, list[tuple[str | Path, int]]], class_names: Sequence[str]
+) -> FileSource:
+    rows = [(split, Path(path), label) for split, part in samples.items() for path, label in part]
+    targets = np.array([label for _, _, label in rows], dtype=np.int64)
+    root = Path(data.root).expanduser()
+    names = [path.relative_to(root).as_posix() for _, path, _ in rows]
+    splits = _carve(data, [split for split, _, _ in rows], targets, names)
+    return FileSource(tuple(names), tuple(str(path) for _, path, _ in rows), targets, tuple(class_names), splits)
+
+
+def _carve(data: Any, groups: Sequence[str | None], targets: NDArray[np.int64], names: Sequence[str]) -> Splits:
+    """Complete the splits: what has no group is divided, and what is missing comes out of the training split.
+
+    A set with `train` and `val` but no `test` is used as ImageNet is: its `val` is the test split, and a new `val` is
+    carved out of `train`, so that choices made on `val` never see the images of the final figure.
+    """
+    found: dict[Split, list[int]] = {split: [i for i, group in enumerate(groups) if group == split] for split in SPLITS}
+    train = found["train"] or [i for i, group in enumerate(groups) if group is None]
+    if found["val"] and not found["test"]:
+        found["test"], found["val"] = found["val"], []
+    counts: dict[Split, int] = {}
+    if not found["test"]:
+        counts["test"] = round(data.test_fraction * len(train))
+    if not found["val"]:
+        counts["val"] = round(data.val_fraction * len(train))
+    if counts:
+        parts = stratified_split(targets[train].tolist(), [names[i] for i in train], counts, data.split_seed)
+        for split in counts:
+            found[split] = [train[i] for i in parts[split]]
+        train = [train[i] for i in parts["rest"]]
+        missing = set(targets.tolist()) - set(targets[train].tolist())
+        if missing:
+            raise DataProblem(
+                "data.val_fraction",
+                data.val_fraction,
+                f"leaves {len(missing)} classes without a training image; expected a smaller part",
+            )
+    return _arrays({"train": train, "val": found["val"], "test": found["test"]})
+
+
+def _arrays(splits: dict[Split, list[int]]) -> Splits:
+    return {split: np.array(sorted(indices), dtype=np.int64) for split, indices in splits.items()}
+
+
+def _digest(images: Tensor) -> str:
+    header = json.dumps(list(images.shape)).encode()
+    return hashlib.sha256(header + images.contiguous().numpy().tobytes()).hexdigest()
+
+
+def _fingerprint(content: str, source: Source) -> str:
+    header = {"classes": list(source.class_names), "content": content}
+    digest = hashlib.sha256(json.dumps(header, sort_keys=True, ensure_ascii=True).encode())
+    for array in (source.targets, *(source.splits[split] for split in SPLITS)):
+        digest.update(len(array).to_bytes(8, "little") + array.astype("<i8").tobytes())
+    return digest.hexdigest()
+
+
+def _path(path: str | Path) -> str:
+    """A torchvision loader that leaves the file closed."""
+    return str(path)
