@@ -1,0 +1,458 @@
+"""Checks across fields: what each value allows alone, but not together.
+
+A check is a generator over the sections of the configuration it names as parameters; it runs when these are valid in
+themselves. Refusals yield a `Problem`: the combination cannot mean anything. Remarks yield a line of text: the
+combination runs, as a control perhaps, and the line is kept in its record.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from routing_lab.config.problems import Problem, alternatives, one_line
+from routing_lab.config.schema import (
+    BackboneConfig,
+    BypassConfig,
+    CapacityConfig,
+    ClassAttentionRouter,
+    AttentionReceivedRouter,
+    ConstantRouter,
+    FractionCapacity,
+    LlamaBackbone,
+    Member,
+    PlacementConfig,
+    RouterConfig,
+    ScalingConfig,
+    StraightThrough,
+    SubspaceRouter,
+    Threshold,
+    TimmBackbone,
+    VisibilityConfig,
+)
+from routing_lab.data.inspect import inspect as inspect_data
+from routing_lab.data.schema import DataConfig
+from routing_lab.routing import members
+from routing_lab.routing.members import (
+    AXES,
+    BackboneFacts,
+    BypassTraits,
+    CapacityTraits,
+    RouterTraits,
+    ScalingTraits,
+    VisibilityTraits,
+    attention_sources,
+    routed_layers,
+)
+from routing_lab.training.schema import CheckpointInit, DenseInit, InitConfig, PretrainedInit, TrainConfig
+
+TRAITS: Mapping[str, tuple[Mapping[str, Any], Any]] = {
+    "router": (members.ROUTERS, RouterTraits()),
+    "scaling": (members.SCALINGS, ScalingTraits()),
+    "capacity": (members.CAPACITIES, CapacityTraits(has_fraction=False)),
+    "bypass": (members.BYPASSES, BypassTraits()),
+    "visibility": (members.VISIBILITIES, VisibilityTraits()),
+}
+"""Axis -> traits of the shipped members, and what is assumed of a class that states none."""
+
+GIVEN_BY_THE_CORE: Mapping[str, frozenset[str]] = {
+    "router": frozenset({"self", "spec"}),
+    "capacity": frozenset({"self", "spec", "boundary"}),
+    "scaling": frozenset({"self"}),
+    "bypass": frozenset({"self"}),
+    "visibility": frozenset({"self"}),
+    "placement": frozenset({"depth"}),
+}
+"""Axis -> constructor arguments that do not come from the configuration."""
+
+
+class UnknownTarget(ValueError):
+    """`_target_` names nothing that can be imported."""
+
+
+def locate(path: str) -> Any:
+    """The class or function at a dotted path. Raises UnknownTarget, saying why, when it cannot be imported."""
+    module, _, name = path.rpartition(".")
+    if not module:
+        raise UnknownTarget("must be a dotted path such as my_module.MyRouter")
+    try:
+        return getattr(import_module(module), name)
+    except AttributeError:
+        raise UnknownTarget(f"module {module} has no {name}") from None
+    except Exception as error:  # importing a user's module may raise anything
+        raise UnknownTarget(f"cannot be imported: {type(error).__name__}: {one_line(str(error))}") from None
+
+
+def traits_of(axis: str, member: Member) -> Any:
+    """The traits of a member: of its shipped name, or those its class states. Raises UnknownTarget."""
+    shipped, assumed = TRAITS[axis]
+    if member.class_path == members.TARGETS[axis].get(member.name):
+        return shipped[member.name]
+    return getattr(locate(member.class_path), "traits", assumed)
+
+
+def outside_member(axis: str, member: Member) -> Iterator[Problem]:
+    """Refusals of a member from outside the package: its class does not exist or does not take the options given."""
+    if member.class_path == members.TARGETS[axis].get(member.name):
+        return
+    try:
+        target = locate(member.class_path)
+        parameters = dict(inspect.signature(target).parameters)
+    except UnknownTarget as error:
+        yield Problem.of(f"{axis}._target_", member.class_path, str(error))
+        return
+    except (TypeError, ValueError):
+        yield Problem.of(f"{axis}._target_", member.class_path, "is neither a class nor a function")
+        return
+    given = GIVEN_BY_THE_CORE[axis]
+    open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    named = {
+        name: parameter
+        for name, parameter in parameters.items()
+        if name not in given and parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    }
+    for key, value in member.options.items():
+        if key not in named and not open_ended:
+            hint = alternatives(key, named, "it takes ") or "it takes no options"
+            yield Problem.of(f"{axis}.{key}", value, f"{member.class_path} has no such argument; {hint}")
+    for name, parameter in named.items():
+        if parameter.default is parameter.empty and name not in member.options:
+            yield Problem(f"{axis}.{name}", None, f"is missing; {member.class_path} requires it")
+
+
+# --- refusals: backbone ---
+
+
+def backbone_shape(backbone: BackboneConfig) -> Iterator[Problem]:
+    """Width divides into heads, the image into patches, and the pooled token exists."""
+    if backbone.width % backbone.heads:
+        yield Problem.of("backbone.heads", backbone.heads, f"must divide backbone.width={backbone.width}")
+    if isinstance(backbone, LlamaBackbone):
+        if backbone.heads % backbone.kv_heads:
+            yield Problem.of("backbone.kv_heads", backbone.kv_heads, f"must divide backbone.heads={backbone.heads}")
+        if backbone.width // backbone.heads % 2:
+            yield Problem.of("backbone.width", backbone.width, "must give every head an even width (rotary embedding)")
+    if not isinstance(backbone, TimmBackbone):
+        return
+    size, patch, stride = backbone.image_size, backbone.patch_size, backbone.patch_stride
+    if stride is None and size % patch:
+        yield Problem.of("backbone.image_size", size, f"must be a multiple of backbone.patch_size={patch}")
+    elif stride is not None and stride > patch:
+        yield Problem.of("backbone.patch_stride", stride, f"must be at most backbone.patch_size={patch}")
+    elif patch > size:
+        yield Problem.of("backbone.patch_size", patch, f"must be at most backbone.image_size={size}")
+    elif stride is not None and (size - patch) % stride:
+        yield Problem.of(
+            "backbone.patch_stride", stride, f"must divide image_size - patch_size = {size} - {patch} = {size - patch}"
+        )
+    if backbone.pool == "token" and not backbone.class_token:
+        yield Problem.of("backbone.pool", "token", "needs backbone.class_token=true; use backbone.pool=avg")
+    if backbone.distilled and not backbone.class_token:
+        yield Problem.of("backbone.distilled", True, "needs backbone.class_token=true")
+    if backbone.timm_name is None:
+        for key in ("mlp_ratio", "qk_norm", "pool", "mlp"):
+            if getattr(backbone, key) is None:
+                yield Problem.of(f"backbone.{key}", None, "may be null only where backbone.timm_name is set")
+
+
+def backbone_can_be_trained(backbone: BackboneConfig, init: InitConfig) -> Iterator[Problem]:
+    """The command trains on images, and published weights need a name."""
+    if isinstance(backbone, LlamaBackbone):
+        yield Problem.of("backbone", backbone.name, "is a language model; training takes images: use routing_lab.route")
+    elif isinstance(init, PretrainedInit) and getattr(backbone, "timm_name", None) is None:
+        yield Problem.of("init", "pretrained", f"needs backbone.timm_name; backbone={backbone.name} has none")
+
+
+# --- refusals: where ---
+
+
+def placed_layers(placement: PlacementConfig, router: RouterConfig, facts: BackboneFacts) -> Iterator[Problem]:
+    """The routed layers exist, there is at least one, and the attention they are scored by is there."""
+    if not traits_of("router", router).routes:
+        return
+    try:
+        routed = layers_of(placement, facts)
+    except (ValueError, TypeError, UnknownTarget) as error:
+        yield Problem.from_error(error, "placement")
+        return
+    if not routed:
+        yield Problem.of("placement", placement.name, f"routes none of the {facts.depth} layers; use router=dense for that")
+        return
+    if traits_of("router", router).attention:
+        try:
+            sources_of(placement, routed, facts)
+        except ValueError as error:
+            yield Problem.from_error(error, "placement.attention_source")
+
+
+def layers_of(placement: PlacementConfig, facts: BackboneFacts) -> list[int]:
+    """Zero-based indices of the routed layers. Raises ValueError where one does not exist."""
+    shipped = placement.class_path == members.TARGETS["placement"].get(placement.name)
+    return routed_layers(placement.name if shipped else locate(placement.class_path), facts.depth, **placement.options)
+
+
+def sources_of(placement: PlacementConfig, routed: list[int], facts: BackboneFacts) -> dict[int, int]:
+    """Routed layer -> the layer whose attention it is scored by. Raises ValueError where it is missing."""
+    return attention_sources(
+        routed,
+        facts.depth,
+        placement.attention_source,
+        placement.lag,
+        placement.attention_fill,
+        placement.sublayer,
+    )
+
+
+def sublayer_allows(placement: PlacementConfig, bypass: BypassConfig, router: RouterConfig) -> Iterator[Problem]:
+    """The bypass is defined for the part of the layer that is routed."""
+    allowed = traits_of("bypass", bypass).sublayers
+    if traits_of("router", router).routes and placement.sublayer not in allowed:
+        yield Problem.of(
+            "bypass",
+            bypass.name,
+            f"is defined for placement.sublayer={' or '.join(allowed)} only, not {placement.sublayer}",
+        )
+
+
+# --- refusals: router ---
+
+
+def router_fits_backbone(router: RouterConfig, facts: BackboneFacts) -> Iterator[Problem]:
+    """The router finds the class token, the heads, the channels and the attention it reads."""
+    traits = traits_of("router", router)
+    if traits.needs_class_token and "class" not in facts.prefix:
+        yield Problem.of("router", router.name, "reads the class token, which this backbone does not have")
+    if traits.attention and facts.causal:
+        yield Problem.of(
+            "router",
+            router.name,
+            "scores a token by the attention of later ones, which a causal backbone must not use",
+        )
+    if isinstance(router, ClassAttentionRouter):
+        if router.head_reduction == "head" and router.head is None:
+            yield Problem.of("router.head", None, "router.head_reduction=head needs the zero-based index of a head")
+        elif router.head is not None and router.head >= facts.heads:
+            yield Problem.of("router.head", router.head, f"the backbone has heads 0 to {facts.heads - 1}")
+    if isinstance(router, SubspaceRouter) and max(router.dims) >= facts.width:
+        yield Problem.of("router.dims", router.dims, f"the backbone has channels 0 to {facts.width - 1}")
+    if router.corrupt == "sink" and facts.tokens is not None and router.corrupt_token >= facts.tokens:
+        yield Problem.of("router.corrupt_token", router.corrupt_token, f"the backbone has tokens 0 to {facts.tokens - 1}")
+
+
+def excluded_tokens_exist(router: RouterConfig, facts: BackboneFacts) -> Iterator[Problem]:
+    """Token kinds left out of the attention statistics are kinds that the backbone has."""
+    if not isinstance(router, AttentionReceivedRouter):
+        return
+    present = {*facts.prefix, "self"} | ({"prefix"} if facts.prefix else set())
+    for key in ("exclude_queries", "exclude_keys"):
+        kinds = getattr(router, key)
+        for kind in kinds:
+            if kind not in present:
+                yield Problem.of(f"router.{key}", kinds, f"this backbone has no {kind} token; it has {_and(present)}")
+
+
+# --- refusals: capacity and scaling ---
+
+
+def capacity_fits(
+    capacity: CapacityConfig, placement: PlacementConfig, router: RouterConfig, facts: BackboneFacts
+) -> Iterator[Problem]:
+    """Per-layer lists have one entry a routed layer, schedules have both ends, protected and choosing parts exist."""
+    traits = traits_of("router", router)
+    if not traits.routes:
+        return
+    if capacity.protect == "class" and "class" not in facts.prefix:
+        yield Problem.of("capacity.protect", "class", "this backbone has no class token; use none or prefix")
+    if traits_of("capacity", capacity).needs_choice and not traits.choice:
+        deciding = [name for name, facts_ in members.ROUTERS.items() if facts_.choice]
+        yield Problem.of(
+            "capacity",
+            capacity.name,
+            f"follows the router's own decision, and router={router.name} makes none; use router={_or(deciding)}, or "
+            "another capacity",
+        )
+    if isinstance(capacity, FractionCapacity) and capacity.depth_schedule != "constant":
+        if capacity.fraction_last is None:
+            yield Problem.of(
+                "capacity.fraction_last",
+                None,
+                f"capacity.depth_schedule={capacity.depth_schedule} needs the fraction of the last routed layer",
+            )
+        if isinstance(capacity.fraction, list):
+            yield Problem.of(
+                "capacity.depth_schedule",
+                capacity.depth_schedule,
+                "needs one number as capacity.fraction, not a list with a value for every routed layer",
+            )
+    try:
+        count = len(layers_of(placement, facts))
+    except (ValueError, TypeError, UnknownTarget):
+        return
+    for key in ("fraction", "threshold"):
+        value = getattr(capacity, key, None)
+        if isinstance(value, list) and len(value) != count:
+            yield Problem.of(
+                f"capacity.{key}", value, f"has {len(value)} entries for {count} routed layers; give one each, or a number"
+            )
+
+
+def scaling_fits(
+    scaling: ScalingConfig, router: RouterConfig, placement: PlacementConfig, bypass: BypassConfig
+) -> Iterator[Problem]:
+    """The output rule is defined for this router, this part of the layer and this bypass."""
+    traits, source = traits_of("scaling", scaling), traits_of("router", router)
+    if not source.routes:
+        return
+    if traits.needs_probability and not source.probability:
+        able = [name for name, facts in members.ROUTERS.items() if facts.probability]
+        yield Problem.of(
+            "scaling",
+            scaling.name,
+            f"weighs two paths by a probability, which router={router.name} does not give; use router={_or(able)}",
+        )
+    if placement.sublayer not in traits.sublayers:
+        yield Problem.of(
+            "scaling",
+            scaling.name,
+            f"is defined for placement.sublayer={_or(traits.sublayers)} only, not {placement.sublayer}",
+        )
+    if traits.bypasses is not None and bypass.name not in traits.bypasses:
+        yield Problem.of("scaling", scaling.name, f"is defined for bypass={_or(traits.bypasses)} only, not {bypass.name}")
+
+
+# --- refusals: files and recipe ---
+
+
+def data_exist(data: DataConfig) -> Iterator[Problem]:
+    """The data set is where it is said to be and has at least two classes."""
+    for key, value, message in inspect_data(data):
+        yield Problem.of(key, value, one_line(message))
+
+
+def checkpoint_exists(init: InitConfig) -> Iterator[Problem]:
+    """The checkpoint file is there."""
+    if isinstance(init, CheckpointInit):
+        path = Path(init.path).expanduser()
+        if not path.is_file():
+            yield Problem.of("init.path", init.path, f"no such file (looked at {path.absolute()})")
+
+
+def dense_run_is_trained(init: InitConfig, train: TrainConfig) -> Iterator[Problem]:
+    """Adapting a dense run without training leaves open how long that dense run was trained."""
+    if isinstance(init, DenseInit) and train.epochs == 0 and init.epochs is None:
+        yield Problem.of("init.epochs", None, "train.epochs=0 needs the number of epochs of the dense run")
+
+
+REFUSALS: tuple[Callable[..., Iterator[Problem]], ...] = (
+    backbone_shape,
+    backbone_can_be_trained,
+    placed_layers,
+    sublayer_allows,
+    router_fits_backbone,
+    excluded_tokens_exist,
+    capacity_fits,
+    scaling_fits,
+    data_exist,
+    checkpoint_exists,
+    dense_run_is_trained,
+)
+
+
+# --- remarks ---
+
+
+def router_learns(router: RouterConfig, scaling: ScalingConfig) -> Iterator[str]:
+    """A learned router that training cannot change."""
+    if not traits_of("router", router).learned:
+        return
+    traits = traits_of("scaling", scaling)
+    form = scaling.options.get("form")
+    if not traits.gives_router_gradient or form in traits.no_gradient_forms:
+        rule = f"scaling={scaling.name}" + (f" scaling.form={form}" if form in traits.no_gradient_forms else "")
+        yield f"router={router.name} is learned but gets no gradient under {rule}: it stays as it was initialised"
+
+
+def raw_product(router: RouterConfig, scaling: ScalingConfig) -> Iterator[str]:
+    """Multiplying by scores whose mean is 1/N removes most of the update."""
+    if scaling.name == "multiply" and scaling.options.get("normalize") == "raw" and traits_of("router", router).unit_mass:
+        yield (
+            f"scores of router={router.name} sum to one over the tokens, so that scaling=multiply with "
+            "scaling.normalize=raw leaves only a small part of the update; the measured ratio is recorded for every "
+            "routed layer, and scaling.normalize=unit_mean avoids it"
+        )
+
+
+def keys_without_effect(
+    router: RouterConfig, scaling: ScalingConfig, placement: PlacementConfig, visibility: VisibilityConfig
+) -> Iterator[str]:
+    """Values that were chosen and that nothing reads."""
+    traits = traits_of("router", router)
+    if not traits.routes:
+        return
+    if not traits.attention:
+        if router.attention != "trained":
+            yield f"router.attention={router.attention} has no effect: router={router.name} reads no attention"
+        if not router.detach:
+            yield f"router.detach=false has no effect: router={router.name} reads no attention"
+        if placement.attention_fill != "none":
+            yield f"placement.attention_fill={placement.attention_fill} has no effect: router={router.name} reads no attention"
+    if isinstance(router, ClassAttentionRouter) and router.head is not None and router.head_reduction != "head":
+        yield f"router.head={router.head} has no effect without router.head_reduction=head"
+    if isinstance(scaling, StraightThrough) and not traits.learned and (router.detach or not traits.attention):
+        yield f"scaling=straight_through equals scaling=none: router={router.name} has nothing that a gradient could change"
+    if traits_of("visibility", visibility).all_keys and placement.sublayer == "mlp":
+        yield f"visibility={visibility.name} has no effect: with placement.sublayer=mlp every token takes part in attention"
+    if isinstance(router, ConstantRouter) and router.corrupt == "shuffle":
+        yield "router.corrupt=shuffle has no effect on the scores of router=constant"
+
+
+def capacity_routes(capacity: CapacityConfig, router: RouterConfig, train: TrainConfig) -> Iterator[str]:
+    """Budgets that keep everything, that keep next to nothing, or whose schedule nothing follows."""
+    traits = traits_of("router", router)
+    if not traits.routes:
+        return
+    if isinstance(capacity, FractionCapacity):
+        fractions = capacity.fraction if isinstance(capacity.fraction, list) else [capacity.fraction]
+        last = [capacity.fraction_last] if capacity.fraction_last and capacity.depth_schedule != "constant" else []
+        if all(fraction == 1 for fraction in [*fractions, *last]):
+            yield "capacity.fraction=1 keeps every token: only the scaling distinguishes this arm from the dense model"
+        if capacity.fraction_last is not None and capacity.depth_schedule == "constant":
+            yield "capacity.fraction_last has no effect with capacity.depth_schedule=constant"
+        if capacity.warmup and not train.epochs:
+            yield "capacity.warmup has no effect without training (train.epochs=0)"
+    if isinstance(capacity, Threshold) and traits.unit_mass:
+        lowest = min(capacity.threshold) if isinstance(capacity.threshold, list) else capacity.threshold
+        if lowest >= 0.5 and capacity.order == "highest":
+            yield (
+                f"capacity.threshold={capacity.threshold} is far above the scores of router={router.name}, whose mean is "
+                "1/N: hardly any token is kept"
+            )
+
+
+REMARKS: tuple[Callable[..., Iterator[str]], ...] = (router_learns, raw_product, keys_without_effect, capacity_routes)
+
+
+def run_checks(sections: Mapping[str, Any], names: tuple[Callable[..., Iterator[Any]], ...]) -> Iterator[Any]:
+    """What the checks yield whose sections are all there."""
+    for check in names:
+        wanted = inspect.signature(check).parameters
+        if all(name in sections for name in wanted):
+            yield from check(**{name: sections[name] for name in wanted})
+
+
+def outside_members(sections: Mapping[str, Any]) -> dict[str, list[Problem]]:
+    """Axis -> refusals of its member from outside the package."""
+    found = {axis: list(outside_member(axis, sections[axis])) for axis in AXES if axis in sections}
+    return {axis: problems for axis, problems in found.items() if problems}
+
+
+def _or(names: Any) -> str:
+    return " or ".join(names)
+
+
+def _and(names: Any) -> str:
+    return ", ".join(sorted(names))
+

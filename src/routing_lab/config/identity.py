@@ -1,0 +1,55 @@
+"""What a run is called and when two runs are the same run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from routing_lab.config.schema import Config, FractionCapacity, Threshold
+
+VOLATILE = ("study", "arm", "name", "rerun", "paths", "wandb", "runtime", "hydra", "data.root", "data.download", "data.memory")
+"""Keys that say where, how fast or why a run is executed, not what is run."""
+
+
+def identity(resolved: Mapping[str, Any]) -> str:
+    """Ten hexadecimal digits: SHA-256 of the canonical JSON of a resolved configuration without its volatile keys."""
+    return hashlib.sha256(_canonical(without_volatile(resolved)).encode()).hexdigest()[:10]
+
+
+def without_volatile(resolved: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a resolved configuration that the identity of the run depends on."""
+    kept = {key: value for key, value in resolved.items() if key not in VOLATILE}
+    for path in (key for key in VOLATILE if "." in key):
+        section, key = path.split(".")
+        if isinstance(kept.get(section), Mapping):
+            kept[section] = {name: value for name, value in kept[section].items() if name != key}
+    return kept
+
+
+def run_name(config: Config) -> str:
+    """A name for people: `amod-multiply-topk0.5-vit_micro-digits-s0`, or `config.name` with the seed."""
+    seed = f"s{config.seed}"
+    if config.name is not None:
+        return f"{config.name}-{seed}"
+    place = [config.backbone.name, config.data.name, seed]
+    if config.router.name == "dense":
+        return "-".join(["dense", *place])
+    return "-".join([config.router.name, config.scaling.name, _budget(config), *place])
+
+
+def _budget(config: Config) -> str:
+    capacity = config.capacity
+    value: Any = ""
+    if isinstance(capacity, FractionCapacity):
+        value = capacity.fraction
+    elif isinstance(capacity, Threshold):
+        value = capacity.threshold
+    if isinstance(value, list):
+        value = f"{value[0]:g}to{value[-1]:g}"
+    return capacity.name + (value if isinstance(value, str) else f"{value:g}")
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)

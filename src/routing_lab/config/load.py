@@ -1,0 +1,150 @@
+"""From overrides, or from a composed configuration, to a checked one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+from pydantic import BaseModel, Strict, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+
+from routing_lab.config.checks import REFUSALS, REMARKS, outside_members, run_checks
+from routing_lab.config.compose import Composer, plain
+from routing_lab.config.problems import ConfigError, Problem, accepted_by, alternatives, from_validation, parts_of
+from routing_lab.config.schema import MEMBER_MODELS, OUTSIDE_MODELS, Config
+from routing_lab.config.timm_shape import complete_from_timm
+from routing_lab.routing.members import BackboneFacts
+
+ABOUT_TRAINING = ("data", "init", "train")
+"""Sections that are not looked at when only the routing of a given model is configured."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checked configuration.
+
+    config: typed, for attribute access. resolved: the same as plain values, whose hash is the run's identity.
+    warnings: remarks about combinations that run but mean less than they seem to.
+    """
+
+    config: Config
+    resolved: dict[str, Any]
+    warnings: list[str]
+
+
+def load(
+    overrides: Sequence[str] = (), config_dir: str | Path | None = None, facts: BackboneFacts | None = None
+) -> Loaded:
+    """Compose and check a configuration.
+
+    Args:
+        overrides: as on the command line, `["router=amod", "capacity.fraction=0.25"]`.
+        config_dir: folder with further members, as `--config-dir`.
+        facts: check the routing for a backbone with these facts instead of the configured one, and nothing that
+            concerns training.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    config, problems = Composer(config_dir).compose_what_is_right(overrides)
+    return _check(config, facts, problems)
+
+
+def check(config: DictConfig | Mapping[str, Any]) -> Loaded:
+    """Check a composed configuration, for instance the one a Hydra job is given or one read from `config.yaml`.
+
+    Raises ConfigError with every problem found.
+    """
+    return _check(config if isinstance(config, DictConfig) else OmegaConf.create(dict(config)), None, [])
+
+
+def _check(composed: DictConfig, facts: BackboneFacts | None, problems: list[Problem]) -> Loaded:
+    composed = composed.copy()
+    with open_dict(composed):
+        composed.pop("hydra", None)
+        shapeless = complete_from_timm(composed)
+    data, unresolved = plain(composed)
+    sections, invalid = _validate(data)
+    problems = [*problems, *shapeless]
+    covered = {"backbone", "data"} if shapeless else set()
+    if "backbone" in sections and not hasattr(sections["backbone"], "image_size"):
+        covered.add("data")  # follow the backbone's image size, and there is none
+    for problem in [*unresolved, *invalid]:
+        if not _covered(problem.key, covered | {known.key for known in problems}):
+            problems.append(problem)
+    for axis, refused in outside_members(sections).items():
+        problems += refused
+        del sections[axis]
+    seen = dict(sections)
+    if facts is not None:
+        seen = {name: section for name, section in sections.items() if name not in (*ABOUT_TRAINING, "backbone")}
+        seen["facts"] = facts
+    elif "backbone" in sections:
+        seen["facts"] = sections["backbone"].facts()
+    problems += run_checks(seen, REFUSALS)
+    if problems:
+        raise ConfigError(problems)
+    config = Config.model_construct(**sections)
+    return Loaded(config, config.model_dump(mode="json", by_alias=True), list(run_checks(seen, REMARKS)))
+
+
+def _validate(data: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """The sections that are valid in themselves, typed, and what is wrong with the others."""
+    sections: dict[str, Any] = {}
+    problems = [
+        Problem.of(key, value, f"no such key; {alternatives(key, Config.model_fields, 'known: ')}")
+        for key, value in data.items()
+        if key not in Config.model_fields
+    ]
+    for name, field in Config.model_fields.items():
+        if name not in data:
+            problems.append(Problem(name, None, "is missing"))
+            continue
+        try:
+            sections[name] = _section(name, field, data[name])
+        except ConfigError as error:
+            problems += error.problems
+    return sections, problems
+
+
+def _section(name: str, field: FieldInfo, value: Any) -> Any:
+    models = [part for part in parts_of(field.annotation) if isinstance(part, type) and issubclass(part, BaseModel)]
+    if not models:
+        adapter = TypeAdapter(Annotated[field.annotation, *field.metadata, Strict()])
+        try:
+            return adapter.validate_python(value)
+        except ValidationError:
+            raise ConfigError([Problem.of(name, value, f"must be {accepted_by(field)}")]) from None
+    if not isinstance(value, Mapping):
+        raise ConfigError([Problem.of(name, value, "must be a group of keys")])
+    model = _member_model(name, value) if name in MEMBER_MODELS else _tagged_model(name, models, field.discriminator, value)
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise ConfigError(from_validation(error, model, name, value)) from None
+
+
+def _member_model(axis: str, value: Mapping[str, Any]) -> type[BaseModel]:
+    member = value.get("name")
+    if not isinstance(member, str):
+        raise ConfigError([Problem.of(f"{axis}.name", member, f"a member of {axis} has a name and a _target_")])
+    return MEMBER_MODELS[axis].get(member, OUTSIDE_MODELS[axis])
+
+
+def _tagged_model(name: str, models: list[type[BaseModel]], tag: Any, value: Mapping[str, Any]) -> type[BaseModel]:
+    """The model whose literal tag the value carries, out of a discriminated union."""
+    if len(models) == 1:
+        return models[0]
+    tags = {known: model for model in models for known in get_args(model.model_fields[tag].annotation)}
+    given = value.get(tag)
+    if given not in tags:
+        raise ConfigError([Problem.of(f"{name}.{tag}", given, alternatives(str(given), tags, "must be one of "))])
+    return tags[given]
+
+
+def _covered(key: str, reported: set[str]) -> bool:
+    """Whether a problem of this key, or of the group it lies in, is reported already."""
+    return any(key == other or key.startswith(f"{other}.") for other in reported)

@@ -1,0 +1,440 @@
+"""Types and ranges of the configuration, one model per member of every group.
+
+A member's own keys are the constructor options of the class that its `_target_` names; keys that all members of an axis
+share without being options (`router.corrupt`, `placement.sublayer`, ...) are fields of the axis' base model. A member
+from outside the package is validated by the `Outside*` model of its axis: shared keys here, its own by its constructor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny
+
+from routing_lab.data.schema import DataConfig
+from routing_lab.routing.members import BackboneFacts, SubLayer, TokenKind
+from routing_lab.training.schema import InitConfig, RuntimeConfig, TrainConfig, WandbConfig
+
+Fraction: TypeAlias = Annotated[float, Field(gt=0, le=1)]
+Positive: TypeAlias = Annotated[int, Field(ge=1)]
+Index: TypeAlias = Annotated[int, Field(ge=0)]
+Normalize: TypeAlias = Literal["raw", "sigmoid", "tanh", "unit_mean", "unit_max", "softmax_kept"]
+Target: TypeAlias = Literal["update", "output"]
+Scope: TypeAlias = Literal["sample", "batch"]
+Name: TypeAlias = Annotated[str, Field(min_length=1, pattern=r"^[\w.=+-]+$")]
+
+
+class Strict(BaseModel):
+    """Refuses unknown keys, silent conversions and non-finite numbers."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+
+class Member(Strict):
+    """A member of an axis: its name, the class or function behind it, and the options that are given to it."""
+
+    not_options: ClassVar[tuple[str, ...]] = ("name", "class_path")
+
+    name: Name
+    class_path: str = Field(alias="_target_", min_length=1)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments for the class or function at `class_path`."""
+        own = {key: getattr(self, key) for key in type(self).model_fields if key not in self.not_options}
+        return own | dict(self.model_extra or {})
+
+
+class Outside(BaseModel):
+    """Mixed into the base model of an axis: options are whatever the class from outside the package accepts."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+# --- backbones ---
+
+
+class BackboneConfig(Strict):
+    """Keys that every backbone has."""
+
+    name: Name
+    width: Positive
+    depth: Positive
+    heads: Positive
+
+    def facts(self) -> BackboneFacts:
+        """What routing needs to know of this backbone."""
+        return BackboneFacts(self.depth, self.width, self.heads)
+
+
+class TimmBackbone(BackboneConfig):
+    """A vision transformer built by timm, from the fields or, where `timm_name` is set, from timm's model of that name."""
+
+    kind: Literal["timm"]
+    timm_name: str | None
+    image_size: Positive
+    patch_size: Positive
+    patch_stride: Positive | None
+    channels: Positive
+    mlp_ratio: Annotated[float, Field(gt=0)] | None
+    class_token: bool
+    distilled: bool
+    registers: int = Field(ge=0)
+    layer_scale: Annotated[float, Field(gt=0)] | None
+    qk_norm: bool | None
+    pool: Literal["token", "avg"] | None
+    mlp: Literal["gelu", "swiglu"] | None
+    dropout: float = Field(ge=0, lt=1)
+    drop_path: float = Field(ge=0, lt=1)
+
+    def facts(self) -> BackboneFacts:
+        kinds = ["class"] * self.class_token + ["distillation"] * self.distilled + ["registers"] * self.registers
+        side = (self.image_size - self.patch_size) // (self.patch_stride or self.patch_size) + 1
+        return BackboneFacts(self.depth, self.width, self.heads, tuple(kinds), len(kinds) + side * side)
+
+
+class LlamaBackbone(BackboneConfig):
+    """A decoder of the Llama family."""
+
+    kind: Literal["llama"]
+    vocab_size: Positive
+    context: Positive
+    kv_heads: Positive
+    mlp_width: Positive
+
+    def facts(self) -> BackboneFacts:
+        return BackboneFacts(self.depth, self.width, self.heads, causal=True)
+
+
+# --- routers ---
+
+
+class RouterConfig(Member):
+    """Keys that every router has."""
+
+    not_options: ClassVar[tuple[str, ...]] = (
+        *Member.not_options,
+        *("attention", "detach", "corrupt", "corrupt_phase", "corrupt_strength", "corrupt_token"),
+    )
+
+    attention: Literal["trained", "random"]
+    detach: bool
+    corrupt: Literal["none", "shuffle", "sink", "noise"]
+    corrupt_phase: Literal["train", "eval", "both"]
+    corrupt_strength: float = Field(ge=0)
+    corrupt_token: Index
+
+
+class DenseRouter(RouterConfig):
+    """`router=dense`."""
+
+
+class LinearRouter(RouterConfig):
+    """`router=linear`."""
+
+    bias: bool
+    init_std: float = Field(ge=0)
+    normalize_input: bool
+
+
+class MLPRouter(RouterConfig):
+    """`router=mlp`."""
+
+    hidden: Positive | None
+    normalize_input: bool
+
+
+class ClassAttentionRouter(RouterConfig):
+    """`router=cls_attention`."""
+
+    head_reduction: Literal["mean", "max", "median", "head"]
+    head: Index | None
+
+
+class AttentionReceivedRouter(ClassAttentionRouter):
+    """`router=amod`."""
+
+    exclude_queries: list[TokenKind]
+    exclude_keys: list[TokenKind]
+
+
+class MixRouter(AttentionReceivedRouter):
+    """`router=mix`."""
+
+    alpha: float = Field(ge=0, le=1)
+    learn_alpha: bool
+    bias: bool
+    init_std: float = Field(ge=0)
+    normalize_input: bool
+
+
+class SubspaceRouter(RouterConfig):
+    """`router=subspace`."""
+
+    dims: list[Index] = Field(min_length=1)
+
+
+class RandomRouter(RouterConfig):
+    """`router=random`."""
+
+    mode: Literal["iid", "fixed", "strided"]
+
+
+class ConstantRouter(RouterConfig):
+    """`router=constant`."""
+
+    value: float
+
+
+class OutsideRouter(RouterConfig, Outside):
+    """A router from outside the package."""
+
+
+# --- scalings ---
+
+
+class ScalingConfig(Member):
+    """Keys that every scaling has."""
+
+
+class NoScaling(ScalingConfig):
+    """`scaling=none`."""
+
+    target: Target
+
+
+class Multiply(ScalingConfig):
+    """`scaling=multiply`."""
+
+    normalize: Normalize
+    target: Target
+
+
+class StraightThrough(Multiply):
+    """`scaling=straight_through`."""
+
+    form: Literal["value", "mask", "stop_gradient"]
+
+
+class SoftMix(ScalingConfig):
+    """`scaling=soft_mix`."""
+
+    evaluate: Literal["hard", "soft"]
+
+
+class Top1Probability(ScalingConfig):
+    """`scaling=top1_probability`."""
+
+
+class OutsideScaling(ScalingConfig, Outside):
+    """A scaling from outside the package."""
+
+
+# --- capacities ---
+
+
+class CapacityConfig(Member):
+    """Keys that every capacity has; they are options of its class too."""
+
+    order: Literal["highest", "lowest"]
+    protect: Literal["none", "class", "prefix"]
+
+
+class FractionCapacity(CapacityConfig):
+    """Capacities that keep a stated fraction of the tokens."""
+
+    fraction: Fraction | list[Fraction]
+    fraction_last: Fraction | None
+    depth_schedule: Literal["constant", "linear", "cosine"]
+    warmup: float = Field(ge=0, lt=1)
+    warmup_start: Fraction
+    warmup_shape: Literal["linear", "cosine"]
+    scope: Scope
+
+
+class TopK(FractionCapacity):
+    """`capacity=topk`."""
+
+    rounding: Literal["floor", "ceil", "round"]
+    count: Literal["current", "initial"]
+
+
+class Percentile(FractionCapacity):
+    """`capacity=percentile`."""
+
+    compare: Literal["ge", "gt"]
+    interpolation: Literal["linear", "lower", "higher", "midpoint", "nearest"]
+
+
+class Threshold(CapacityConfig):
+    """`capacity=threshold`."""
+
+    threshold: float | list[float]
+
+
+class Argmax(CapacityConfig):
+    """`capacity=argmax`."""
+
+
+class OutsideCapacity(CapacityConfig, Outside):
+    """A capacity from outside the package."""
+
+
+# --- placements ---
+
+
+class PlacementConfig(Member):
+    """Keys that every placement has."""
+
+    not_options: ClassVar[tuple[str, ...]] = (
+        *Member.not_options,
+        *("sublayer", "attention_source", "lag", "attention_fill"),
+    )
+
+    sublayer: SubLayer
+    attention_source: Literal["previous", "lag", "last_dense", "same"] | Index
+    lag: Positive
+    attention_fill: Literal["none", "zero", "mean", "carry"]
+
+
+class Alternate(PlacementConfig):
+    """`placement=alternate`."""
+
+    first: Index
+    stride: Positive
+
+
+class Later(PlacementConfig):
+    """`placement=later`."""
+
+    first: Index | None
+
+
+class Every(PlacementConfig):
+    """`placement=every`."""
+
+    first: Index
+
+
+class Stages(PlacementConfig):
+    """`placement=stages`."""
+
+    layers: list[Index] = Field(min_length=1)
+
+
+class Interleaved(PlacementConfig):
+    """`placement=bilayer` and `placement=trilayer`."""
+
+
+class Listed(PlacementConfig):
+    """`placement=list`."""
+
+    layers: list[Index] = Field(min_length=1)
+    base: Literal[0, 1]
+
+
+class OutsidePlacement(PlacementConfig, Outside):
+    """A placement from outside the package."""
+
+
+# --- bypass and visibility ---
+
+
+class BypassConfig(Member):
+    """Keys that every bypass has."""
+
+
+class OutsideBypass(BypassConfig, Outside):
+    """A bypass from outside the package."""
+
+
+class VisibilityConfig(Member):
+    """Keys that every visibility has."""
+
+
+class OutsideVisibility(VisibilityConfig, Outside):
+    """A visibility from outside the package."""
+
+
+MEMBER_MODELS: Mapping[str, Mapping[str, type[Member]]] = MappingProxyType(
+    {
+        "router": {
+            "dense": DenseRouter,
+            "linear": LinearRouter,
+            "mlp": MLPRouter,
+            "amod": AttentionReceivedRouter,
+            "cls_attention": ClassAttentionRouter,
+            "subspace": SubspaceRouter,
+            "mix": MixRouter,
+            "random": RandomRouter,
+            "constant": ConstantRouter,
+        },
+        "scaling": {
+            "multiply": Multiply,
+            "none": NoScaling,
+            "straight_through": StraightThrough,
+            "soft_mix": SoftMix,
+            "top1_probability": Top1Probability,
+        },
+        "capacity": {"topk": TopK, "percentile": Percentile, "threshold": Threshold, "argmax": Argmax},
+        "placement": {
+            "alternate": Alternate,
+            "later": Later,
+            "every": Every,
+            "stages": Stages,
+            "bilayer": Interleaved,
+            "trilayer": Interleaved,
+            "list": Listed,
+        },
+        "bypass": {"skip": BypassConfig, "project": BypassConfig},
+        "visibility": {"kept": VisibilityConfig, "all": VisibilityConfig},
+    }
+)
+"""Axis -> name of a shipped member -> the model of its keys."""
+
+OUTSIDE_MODELS: Mapping[str, type[Member]] = MappingProxyType(
+    {
+        "router": OutsideRouter,
+        "scaling": OutsideScaling,
+        "capacity": OutsideCapacity,
+        "placement": OutsidePlacement,
+        "bypass": OutsideBypass,
+        "visibility": OutsideVisibility,
+    }
+)
+"""Axis -> the model of a member from outside the package."""
+
+
+# --- the whole ---
+
+
+class PathsConfig(Strict):
+    """Where runs are written and data sets are looked for."""
+
+    runs: str = Field(min_length=1)
+    data: str = Field(min_length=1)
+
+
+class Config(Strict):
+    """A whole, checked configuration; `routing_lab.config.load` and `check` make it."""
+
+    backbone: Annotated[TimmBackbone | LlamaBackbone, Field(discriminator="kind")]
+    router: SerializeAsAny[RouterConfig]
+    scaling: SerializeAsAny[ScalingConfig]
+    capacity: SerializeAsAny[CapacityConfig]
+    placement: SerializeAsAny[PlacementConfig]
+    bypass: SerializeAsAny[BypassConfig]
+    visibility: SerializeAsAny[VisibilityConfig]
+    data: DataConfig
+    init: InitConfig
+    train: TrainConfig
+    seed: Index
+    study: Name | None
+    arm: Name | None
+    name: Name | None
+    rerun: bool
+    paths: PathsConfig
+    wandb: WandbConfig
+    runtime: RuntimeConfig
