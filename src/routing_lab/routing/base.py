@@ -88,6 +88,13 @@ class Router(nn.Module, ABC):
         super().__init__()
         self.spec = spec
 
+    def request(self) -> StatisticsRequest | None:
+        """What this router needs of its source layer's attention map: what `traits.attention` names; None: nothing."""
+        needed = self.traits.attention
+        if not needed:
+            return None
+        return StatisticsRequest(received="received" in needed, class_row="class_row" in needed)
+
     @abstractmethod
     def score(self, inputs: RouterInput) -> Tensor:
         """Scores [B, N], one for each token that entered the layer."""

@@ -10,6 +10,7 @@ Shape legend: B batch, N tokens that entered the layer, K kept tokens, H heads, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -23,6 +24,8 @@ from routing_lab.routing.tokens import Selection, Tokens
 from routing_lab.routing.visibility import Visibility
 
 Execution = Literal["gather", "mask"]
+SelectionEdit = Callable[[Tensor, Selection], Selection]
+"""Replaces the selection made from scores [B, N]."""
 
 
 class RoutedLayer(nn.Module):
@@ -68,6 +71,7 @@ class RoutedLayer(nn.Module):
         request: StatisticsRequest | None = None,
         projection: Tensor | None = None,
         own_attention: bool = False,
+        edit: SelectionEdit | None = None,
     ) -> tuple[Tokens, LayerTrace, Statistics | None]:
         """One routed layer.
 
@@ -80,18 +84,21 @@ class RoutedLayer(nn.Module):
             request: statistics of this layer's own map that are needed, here or in a later layer.
             projection: random queries and keys for these statistics, see `Block.attend_with_statistics`.
             own_attention: this layer is its own source (sublayer=mlp).
+            edit: replaces the selection that the capacity makes.
 
         Returns the tokens that leave, the trace, and the requested statistics of this layer's map.
         """
         if self.sublayer == "mlp":
             h, statistics = _attend_all(tokens, block, context, request, projection)
             seen = tokens.with_x(h)
-            scores, selection = self._select(seen, statistics.values if own_attention and statistics else attention, state)
+            if own_attention and statistics is not None:
+                attention = statistics.values
+            scores, selection = self._select(seen, attention, state, edit)
             gates = self.scaling(scores, selection)
             y = self._route(seen, selection, gates, lambda x, _: block.mlp(x), block)
             return seen.with_x(y), self._trace(seen, scores, selection, gates), statistics
 
-        scores, selection = self._select(tokens, attention, state)
+        scores, selection = self._select(tokens, attention, state, edit)
         gates = self.scaling(scores, selection)
         statistics = None
         if request is not None:
@@ -108,13 +115,14 @@ class RoutedLayer(nn.Module):
         return tokens.with_x(y), self._trace(tokens, scores, selection, gates), statistics
 
     def _select(
-        self, tokens: Tokens, attention: AttentionStatistics | None, state: RunState
+        self, tokens: Tokens, attention: AttentionStatistics | None, state: RunState, edit: SelectionEdit | None
     ) -> tuple[Tensor, Selection]:
         inputs = RouterInput(tokens, attention, state)
         scores = self.router(inputs)
         if self.corruption is not None:
             scores = self.corruption(scores, inputs)
-        return scores, self.capacity(scores, state)
+        selection = self.capacity(scores, state)
+        return scores, selection if edit is None else edit(scores, selection)
 
     def _route(
         self,

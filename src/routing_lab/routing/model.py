@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from routing_lab.attention import AttentionStatistics, StatisticsRequest
 from routing_lab.routing.base import Block, LayerTrace, RunState, Trace
-from routing_lab.routing.layer import RoutedLayer, Statistics
+from routing_lab.routing.layer import RoutedLayer, SelectionEdit, Statistics
 from routing_lab.routing.noise import NoiseSource
 from routing_lab.routing.tokens import Tokens
 
@@ -122,13 +122,39 @@ class RoutedModel(nn.Module):
             step: optimiser step; routing noise differs between steps in training and ignores it in evaluation.
             sample_ids: [B] int64, index of each sample in its data set; routing noise belongs to it. None: 0 .. B - 1.
         """
-        x, context = self._adapter.embed(inputs)
-        tokens = Tokens(x, num_prefix=len(self._adapter.prefix))
-        if sample_ids is None:
-            sample_ids = torch.arange(x.shape[0], device=x.device)
-        noise = NoiseSource(step if self.training else -1, sample_ids)
-        state = RunState(progress if self.training else 1.0, noise, self.training, x.shape[1])
+        tokens, context = self.embed(inputs)
+        state = self.run_state(tokens, progress, step, sample_ids)
+        tokens, trace = self.forward_tokens(tokens, context, state)
+        output = self.head(tokens)
+        return (output, trace) if return_trace else output
 
+    def embed(self, inputs: Tensor) -> tuple[Tokens, Any]:
+        """The tokens that enter the first layer, and the backbone's context for `forward_tokens`."""
+        x, context = self._adapter.embed(inputs)
+        return Tokens(x, num_prefix=len(self._adapter.prefix)), context
+
+    def head(self, tokens: Tokens) -> Any:
+        """The backbone's output from the tokens that left the last layer."""
+        return self._adapter.head(tokens.x)
+
+    def run_state(
+        self, tokens: Tokens, progress: float = 1.0, step: int = 0, sample_ids: Tensor | None = None
+    ) -> RunState:
+        """What the layers are told about the run; arguments as for `forward`."""
+        if sample_ids is None:
+            sample_ids = torch.arange(tokens.x.shape[0], device=tokens.x.device)
+        noise = NoiseSource(step if self.training else -1, sample_ids)
+        return RunState(progress if self.training else 1.0, noise, self.training, tokens.x.shape[1])
+
+    def forward_tokens(
+        self, tokens: Tokens, context: Any, state: RunState, edits: Mapping[int, SelectionEdit] | None = None
+    ) -> tuple[Tokens, Trace]:
+        """All layers, from the tokens that enter the first to those that leave the last.
+
+        Args:
+            edits: for some routed layers a function that replaces the selection made there, (scores, selection) ->
+                selection; a probe's way to force a token in or out.
+        """
         maps: dict[int, AttentionStatistics] = {}
         latest: AttentionStatistics | None = None
         last_use = {source: layer for layer, source in self.sources.items()}
@@ -139,29 +165,34 @@ class RoutedModel(nn.Module):
             projection = getattr(self, f"random_projection_{index}") if request and self.random_attention else None
             entered = tokens
             statistics: Statistics | None = None
-            part: LayerTrace | None = None
             if index in self.routed_layers:
-                layer = self.layers[str(index)]
                 source = self.sources.get(index)
-                attention = None if source is None else maps.get(source)
-                tokens, part, statistics = layer(
-                    tokens, block, context, attention, state, request, projection, own_attention=source == index
+                tokens, part, statistics = self.layers[str(index)](
+                    tokens,
+                    block,
+                    context,
+                    None if source is None else maps.get(source),
+                    state,
+                    request=request,
+                    projection=projection,
+                    own_attention=source == index,
+                    edit=edits.get(index) if edits else None,
                 )
-            elif request is not None:
-                update, values = block.attend_with_statistics(tokens.x, context, request, projection)
-                h = tokens.x + update
-                tokens = tokens.with_x(h + block.mlp(h))
-                statistics = Statistics(values, None)
             else:
-                tokens = tokens.with_x(block.dense(tokens.x, context))
+                if request is None:
+                    tokens = tokens.with_x(block.dense(tokens.x, context))
+                else:
+                    update, values = block.attend_with_statistics(tokens.x, context, request, projection)
+                    h = tokens.x + update
+                    tokens = tokens.with_x(h + block.mlp(h))
+                    statistics = Statistics(values, None)
+                part = _dense_trace(entered, tokens)
             if statistics is not None:
                 maps[index] = latest = statistics.filled(self.fill, latest)
-            for source in [source for source, layer_index in last_use.items() if layer_index == index]:
+            for source in [source for source, user in last_use.items() if user == index]:
                 maps.pop(source, None)
-            if return_trace:
-                trace.layers.append(part if part is not None else _dense_trace(entered, tokens))
-        output = self._adapter.head(tokens.x)
-        return (output, trace) if return_trace else output
+            trace.layers.append(part)
+        return tokens, trace
 
     @property
     def num_router_parameters(self) -> int:

@@ -49,7 +49,7 @@ class LinearRouter(Router):
 
     def score(self, inputs: RouterInput) -> Tensor:
         x = _router_input(inputs.tokens.x, self.weight, self.normalize_input)
-        return nn.functional.linear(x, self.weight, self.bias).squeeze(-1)
+        return _linear(x, self.weight, self.bias).squeeze(-1)
 
 
 class MLPRouter(Router):
@@ -71,7 +71,8 @@ class MLPRouter(Router):
 
     def score(self, inputs: RouterInput) -> Tensor:
         x = _router_input(inputs.tokens.x, self.fc1.weight, self.normalize_input)
-        return self.fc2(nn.functional.silu(self.fc1(x))).softmax(dim=-1)[..., 0]
+        hidden = nn.functional.silu(_linear(x, self.fc1.weight, self.fc1.bias))
+        return _linear(hidden, self.fc2.weight, self.fc2.bias).softmax(dim=-1)[..., 0]
 
 
 class AttentionReceivedRouter(Router):
@@ -102,7 +103,6 @@ class AttentionReceivedRouter(Router):
         self.exclude_keys = tuple(exclude_keys)
 
     def request(self) -> StatisticsRequest:
-        """What this router needs from the source layer."""
         return StatisticsRequest(
             received=True,
             skip_queries=_positions(self.exclude_queries, self.spec.prefix),
@@ -129,10 +129,6 @@ class ClassAttentionRouter(Router):
         super().__init__(spec)
         self.head_reduction = head_reduction
         self.head = head
-
-    def request(self) -> StatisticsRequest:
-        """What this router needs from the source layer."""
-        return StatisticsRequest(class_row=True)
 
     def score(self, inputs: RouterInput) -> Tensor:
         assert inputs.attention is not None and inputs.attention.class_row is not None
@@ -292,7 +288,8 @@ class Corruption(nn.Module):
         if self.kind == "sink":
             position = inputs.tokens.num_prefix + self.token
             if position >= tokens:
-                raise ValueError(f"router.corrupt_token = {self.token}: the layer has {tokens} tokens, {inputs.tokens.num_prefix} of them prefix")
+                patches = tokens - inputs.tokens.num_prefix
+                raise ValueError(f"router.corrupt_token = {self.token}: the layer has {patches} patches, 0 to {patches - 1}")
             sink = torch.zeros(tokens, dtype=scores.dtype, device=scores.device)
             sink[position] = 1
             return (1 - self.strength) * scores + self.strength * scores.sum(dim=1, keepdim=True) * sink
@@ -315,8 +312,13 @@ def reduce_heads(statistic: Tensor, reduction: HeadReduction, head: int | None =
 
 
 def _router_input(x: Tensor, weight: Tensor, normalize: bool) -> Tensor:
-    x = x.to(weight.dtype)
+    x = x.to(torch.promote_types(weight.dtype, torch.float32))
     return nn.functional.layer_norm(x, x.shape[-1:]) if normalize else x
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A linear map in x's precision, which is at least float32 also in a half-precision model."""
+    return nn.functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
 def _positions(kinds: Sequence[str], prefix: tuple[str, ...]) -> tuple[int, ...]:

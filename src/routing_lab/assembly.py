@@ -1,0 +1,182 @@
+"""From a configuration to a model: `route` for a model in hand, `build_model` for the training command."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import nn
+
+from routing_lab.backbones import adapt
+from routing_lab.backbones.build import build_llama, build_vit
+from routing_lab.config import Config, load
+from routing_lab.config.schema import LlamaBackbone, TimmBackbone
+from routing_lab.routing.base import LayerSpec
+from routing_lab.routing.layer import RoutedLayer
+from routing_lab.routing.members import BackboneFacts, attention_sources
+from routing_lab.routing.model import Backbone, RoutedModel
+from routing_lab.routing.routers import Corruption
+from routing_lab.streams import stream_seed
+
+
+def route(model: nn.Module, overrides: Sequence[str] = ()) -> RoutedModel:
+    """A routed version of `model`, which keeps its parameters and stays reachable as `.backbone`.
+
+    Args:
+        model: a timm `VisionTransformer` or a transformers `LlamaForCausalLM`.
+        overrides: what the command line takes, from the same groups: `["method=amod", "capacity.fraction=0.5"]`. Keys that
+            describe training, data or another backbone have no effect here.
+
+    Raises:
+        ConfigError: with all problems of the overrides at once.
+        ValueError: for a model of another kind.
+    """
+    backbone = adapt(model)
+    config = load(overrides, facts=backbone_facts(backbone)).config
+    return attach(backbone, config)
+
+
+def build_model(config: Config, num_classes: int, pretrained: bool = False) -> RoutedModel:
+    """The model a checked configuration describes, with a head for `num_classes`.
+
+    The backbone is initialised from the "initialisation" stream of `config.seed` and each router from a stream of its own,
+    so that all arms of a seed share the backbone's weights. The global generator is left as it was.
+
+    Args:
+        pretrained: load timm's pretrained weights, which must be in its cache.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(stream_seed(config.seed, "initialisation"))
+        module = build_backbone(config.backbone, num_classes, pretrained)
+    return attach(adapt(module), config)
+
+
+def build_backbone(config: TimmBackbone | LlamaBackbone, num_classes: int, pretrained: bool = False) -> nn.Module:
+    """The dense model of a backbone configuration, initialised from torch's global generator.
+
+    Args:
+        num_classes: outputs of the head; 0: no head. A decoder ignores it.
+        pretrained: load timm's pretrained weights.
+
+    Raises:
+        ValueError: see `build_vit`.
+    """
+    if isinstance(config, LlamaBackbone):
+        return build_llama(**config.model_dump(exclude={"name", "kind"}))
+    return build_vit(
+        num_classes=num_classes,
+        timm_name=config.timm_name,
+        pretrained=pretrained,
+        patch_stride=config.patch_stride,
+        distilled=bool(config.distilled),
+        mlp=config.mlp,
+        img_size=config.image_size,
+        patch_size=config.patch_size,
+        in_chans=config.channels,
+        embed_dim=config.width,
+        depth=config.depth,
+        num_heads=config.heads,
+        mlp_ratio=config.mlp_ratio,
+        class_token=config.class_token,
+        reg_tokens=config.registers,
+        init_values=config.layer_scale,
+        qk_norm=config.qk_norm,
+        global_pool=config.pool,
+        drop_rate=config.dropout,
+        drop_path_rate=config.drop_path,
+    )
+
+
+def attach(backbone: Backbone, config: Config) -> RoutedModel:
+    """The axes of `config` on an adapted backbone."""
+    router, placement = config.router, config.placement
+    router_class = locate(router.class_path)
+    routed: list[int] = []
+    if router_class.traits.routes:
+        routed = sorted(locate(placement.class_path)(backbone.depth, **placement.options))
+    layers: dict[int, RoutedLayer] = {}
+    for rank, layer in enumerate(routed):
+        spec = LayerSpec(
+            width=backbone.width,
+            heads=backbone.heads,
+            layer=layer,
+            prefix=backbone.prefix,
+            rank=rank,
+            num_routed=len(routed),
+            seed=stream_seed(config.seed, "routing"),
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(stream_seed(config.seed, "initialisation", layer + 1))
+            layers[layer] = _routed_layer(config, spec)
+
+    sources: dict[int, int] = {}
+    request = layers[routed[0]].router.request() if routed else None
+    if request is not None:
+        request = replace(request, detach=router.detach)
+        sources = attention_sources(
+            routed,
+            backbone.depth,
+            placement.attention_source,
+            lag=placement.lag,
+            fill=placement.attention_fill,
+            sublayer=placement.sublayer,
+        )
+    model = RoutedModel(
+        backbone,
+        layers,
+        sources,
+        request,
+        fill=placement.attention_fill,
+        random_attention=stream_seed(config.seed, "routing", 1) if router.attention == "random" else None,
+    )
+    parameter = next(backbone.module.parameters())
+    model.layers.to(device=parameter.device, dtype=parameter.dtype)
+    return model.train(backbone.module.training)
+
+
+def backbone_facts(backbone: Backbone) -> BackboneFacts:
+    """What the configuration checks need to know of an adapted model."""
+    return BackboneFacts(backbone.depth, backbone.width, backbone.heads, backbone.prefix, causal=backbone.causal)
+
+
+def locate(path: str) -> Any:
+    """The class or function at a dotted path.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"_target_ = {path}: {error}") from error
+
+
+def _routed_layer(config: Config, spec: LayerSpec) -> RoutedLayer:
+    router = locate(config.router.class_path)(spec, **config.router.options)
+    capacity_class = locate(config.capacity.class_path)
+    # Token choice follows the router's own decision, which the router states and the capacity does not know.
+    choice = {"boundary": router.traits.boundary} if capacity_class.traits.needs_choice else {}
+    capacity = capacity_class(spec, **config.capacity.options, **choice)
+    corruption = None
+    if config.router.corrupt != "none":
+        corruption = Corruption(
+            spec,
+            kind=config.router.corrupt,
+            phase=config.router.corrupt_phase,
+            strength=config.router.corrupt_strength,
+            token=config.router.corrupt_token,
+            num_protected=capacity.num_protected,
+        )
+    return RoutedLayer(
+        router,
+        capacity,
+        locate(config.scaling.class_path)(**config.scaling.options),
+        locate(config.bypass.class_path)(**config.bypass.options),
+        locate(config.visibility.class_path)(**config.visibility.options),
+        sublayer=config.placement.sublayer,
+        corruption=corruption,
+    )
