@@ -32,6 +32,7 @@ class RoutedTask(pl.LightningModule):
 
     Attributes:
         measured: what the last training and validation epoch measured, by metric name.
+        num_examples: examples of the last training epoch, over all processes.
         routing: kept tokens and update ratios of the last evaluation pass.
     """
 
@@ -42,6 +43,7 @@ class RoutedTask(pl.LightningModule):
         self.seed = seed
         self.ema = ModelEmaV3(model, decay=train.ema_decay) if train.ema_decay is not None else None
         self.measured: dict[str, float] = {}
+        self.num_examples = 0
         self.routing = RoutingMeter(getattr(model, "routed_layers", ()))
         self._total_steps = 1
         if train.compile:

@@ -10,19 +10,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from timm.data import Mixup
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from routing_lab.streams import stream_seed
 from routing_lab.tasks.base import RoutedTask
 
 if TYPE_CHECKING:
     from routing_lab.training.schema import TrainConfig
 
 Batch = tuple[Tensor, Tensor, Tensor]
-"""Images [B, 3, H, W], targets [B] int64, indices of the examples in their split [B] int64."""
+"""Images [B, channels, H, W]; classes [B] int64, or probabilities [B, C] when mixed; indices of the examples [B]."""
 
 
 class Classification(RoutedTask):
@@ -46,7 +44,6 @@ class Classification(RoutedTask):
         if (teacher is None) != (train.distill == "none"):
             raise ValueError(f"train.distill={train.distill!r} {'needs a' if teacher is None else 'takes no'} teacher")
         self._teacher = [] if teacher is None else [teacher.eval().requires_grad_(False)]
-        self._mixup = _mixup(train, num_classes)
         self.val_acc = MulticlassAccuracy(num_classes=num_classes, average="micro")
         self.val_loss = MeanMetric()
         self.predictions: dict[str, np.ndarray] = {}
@@ -65,17 +62,15 @@ class Classification(RoutedTask):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         images, target, index = batch
-        labels = target
-        if self._mixup is not None:
-            images, labels = self._mix(images, target, batch_idx)
         logits = self.model(images, progress=self.progress, step=self.global_step, sample_ids=index)
-        loss = classification_loss(logits, labels, self.train_config.label_smoothing)
+        loss = classification_loss(logits, target, self.train_config.label_smoothing)
         if self._teacher:
             with torch.no_grad():
                 teacher_logits = self._teacher[0](images)
             loss = distilled_loss(loss, logits, teacher_logits, self.train_config)
         with torch.no_grad():
-            correct = (logits.argmax(dim=1) == target).sum()
+            classes = target.argmax(dim=1) if target.is_floating_point() else target
+            correct = (logits.argmax(dim=1) == classes).sum()
             count = float(len(target))
             sums = torch.stack([loss.float() * count, correct.float(), torch.full_like(loss, count).float()])
             self._train_sums = sums if self._train_sums is None else self._train_sums + sums
@@ -85,6 +80,7 @@ class Classification(RoutedTask):
         if self._train_sums is None:
             return
         loss, correct, count = self.trainer.strategy.reduce(self._train_sums, reduce_op="sum").tolist()
+        self.num_examples = int(count)
         self.measured |= {"train/loss": loss / count, "train/acc": correct / count}
         if not np.isfinite(loss):
             raise ValueError(
@@ -98,23 +94,6 @@ class Classification(RoutedTask):
             return {}
         loss, correct, count = self._train_sums.tolist()
         return {"train/loss": loss / count, "train/acc": correct / count}
-
-    def _mix(self, images: Tensor, target: Tensor, batch_idx: int) -> tuple[Tensor, Tensor]:
-        """Mixup and CutMix of an even number of examples (an odd last one stays as it is) -> images, labels [B, C]."""
-        assert self._mixup is not None
-        # timm draws from NumPy's global generator: give it this batch's own seed, and the old state back.
-        state = np.random.get_state()  # noqa: NPY002
-        seed = stream_seed(self.seed, "mixing", self.current_epoch, batch_idx, self.global_rank)
-        np.random.seed(seed % 2**32)  # noqa: NPY002
-        even = len(images) - len(images) % 2
-        smoothing, num_classes = self.train_config.label_smoothing, self._mixup.num_classes
-        labels = F.one_hot(target, num_classes).to(images.dtype) * (1 - smoothing) + smoothing / num_classes
-        images = images.clone()
-        if even:
-            mixed, mixed_labels = self._mixup(images[:even], target[:even])
-            images[:even], labels[:even] = mixed, mixed_labels.to(labels.dtype)
-        np.random.set_state(state)  # noqa: NPY002
-        return images, labels
 
     # --- evaluation ---
 
@@ -160,14 +139,14 @@ class Classification(RoutedTask):
         self.predictions = {name: values[order] for name, values in arrays.items()}
 
 
-def classification_loss(logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:
+def classification_loss(logits: Tensor, target: Tensor, smoothing: float) -> Tensor:
     """Mean cross-entropy of logits [B, C], in float32.
 
     Args:
-        labels: classes [B] int64, smoothed here; or probabilities [B, C], taken as they are.
+        target: classes [B] int64, or probabilities [B, C].
         smoothing: weight of the uniform distribution.
     """
-    return F.cross_entropy(logits.float(), labels, label_smoothing=0.0 if labels.is_floating_point() else smoothing)
+    return F.cross_entropy(logits.float(), target, label_smoothing=smoothing)
 
 
 def distilled_loss(loss: Tensor, logits: Tensor, teacher_logits: Tensor, train: TrainConfig) -> Tensor:
@@ -189,15 +168,3 @@ def distilled_loss(loss: Tensor, logits: Tensor, teacher_logits: Tensor, train: 
         teacher = F.log_softmax(teacher_logits / temperature, dim=1)
         term = F.kl_div(student, teacher, reduction="batchmean", log_target=True) * temperature**2
     return (1 - train.distill_alpha) * loss + train.distill_alpha * term
-
-
-def _mixup(train: TrainConfig, num_classes: int) -> Mixup | None:
-    if train.mixup == 0 and train.cutmix == 0:
-        return None
-    return Mixup(
-        mixup_alpha=train.mixup,
-        cutmix_alpha=train.cutmix,
-        prob=train.mixup_prob,
-        label_smoothing=train.label_smoothing,
-        num_classes=num_classes,
-    )

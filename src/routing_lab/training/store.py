@@ -23,21 +23,31 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import yaml
 from filelock import FileLock, Timeout
+from omegaconf import OmegaConf
 
 from routing_lab.evidence.records import RecordError, is_finished, read_record, write_json, write_text
+
+if TYPE_CHECKING:
+    import numpy as np
 
 RUNNING, FINISHED, FAILED, INTERRUPTED = "running", "finished", "failed", "interrupted"
 
 
 class RunFolder:
-    """Paths, record and lock of one run. Creating the object touches nothing on disk."""
+    """Paths, record and lock of one run. Creating the object touches nothing on disk.
 
-    def __init__(self, path: str | Path) -> None:
+    Args:
+        path: the folder.
+        writes: False in the further processes of a multi-device run: every writing method then does nothing, and the
+            lock is left to the first process.
+    """
+
+    def __init__(self, path: str | Path, writes: bool = True) -> None:
         self.path = Path(path)
+        self.writes = writes
         self.config = self.path / "config.yaml"
         self.record = self.path / "run.json"
         self.history = self.path / "history.csv"
@@ -63,16 +73,21 @@ class RunFolder:
 
     def write_record(self, record: Mapping[str, Any]) -> None:
         """Replace run.json, with a fresh heartbeat (time, process, host)."""
+        if not self.writes:
+            return
         stamped = {**record, "heartbeat": heartbeat()}
         stamped.pop("folder", None)  # where the folder stands is not part of the record
         write_json(self.record, stamped)
 
     def write_config(self, resolved: Mapping[str, Any]) -> None:
         """Replace config.yaml."""
-        write_text(self.config, yaml.safe_dump(dict(resolved), sort_keys=False, allow_unicode=True))
+        if self.writes:
+            write_text(self.config, OmegaConf.to_yaml(OmegaConf.create(dict(resolved))))
 
     def write_history(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Replace history.csv; the columns are the union of the rows' keys in order of appearance."""
+        if not self.writes:
+            return
         columns = list(dict.fromkeys(key for row in rows for key in row))
         text = io.StringIO()
         writer = csv.DictWriter(text, columns, lineterminator="\n")
@@ -80,16 +95,37 @@ class RunFolder:
         writer.writerows(rows)
         write_text(self.history, text.getvalue())
 
+    def write_predictions(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Replace predictions.npz."""
+        import numpy as np
+
+        if self.writes:
+            with replacing(self.predictions) as temporary, open(temporary, "wb") as stream:
+                np.savez_compressed(stream, **arrays)  # type: ignore[arg-type]
+
+    def write_error(self, text: str) -> None:
+        """Replace error.log."""
+        if self.writes:
+            write_text(self.error_log, text)
+
+    def drop_resume_state(self) -> None:
+        """Remove the checkpoints that only an unfinished run needs, and the log of a failure that was overcome."""
+        if self.writes:
+            for path in (self.last, self.previous, self.error_log):
+                path.unlink(missing_ok=True)
+
     def prepare(self) -> None:
         """Create the folder and remove what an interrupted writer left under a temporary name."""
+        if not self.writes:
+            return
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         for folder in (self.path, self.checkpoints):
             for leftover in folder.glob(".*.tmp"):
                 leftover.unlink(missing_ok=True)
 
     def set_aside(self) -> Path | None:
-        """Move an existing run to `<paths.runs>/.replaced/<folder>-<time>`, where no report reads; returns the new place."""
-        if not self.path.exists():
+        """Move an existing run to `<paths.runs>/.replaced/<folder>-<time>`, where no report looks; the new place."""
+        if not self.writes or not self.path.exists():
             return None
         stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S%f")
         aside = self.path.parent / ".replaced" / f"{self.path.name}-{stamp}"
@@ -104,6 +140,9 @@ class RunFolder:
         Args:
             announce: called once with a line that says who has it, if this process has to wait.
         """
+        if not self.writes:
+            yield
+            return
         # Beside the folders, not inside: the folder itself may be moved aside while the lock is held.
         locks = self.path.parent / ".locks"
         locks.mkdir(parents=True, exist_ok=True)

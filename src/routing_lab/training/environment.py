@@ -1,0 +1,73 @@
+"""What a record says about the machine, the software and the source it was made with."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import timm
+import torch
+
+import routing_lab
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Versions, processor, threads and device."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return {
+        "routing_lab": routing_lab.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "timm": timm.__version__,
+        "lightning": pl.__version__,
+        "platform": platform.platform(),
+        "cpu": _processor(),
+        "num_cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "device": name,
+    }
+
+
+def git_state() -> dict[str, Any]:
+    """Commit of the checkout this package runs from and whether it has changes; None for both outside a checkout."""
+    source = Path(__file__).parent
+    # Tracked or not: an installed package may lie inside somebody else's repository.
+    if _git(source, "ls-files", "--error-unmatch", Path(__file__).name) is None:
+        return {"commit": None, "dirty": None}
+    commit, changes = _git(source, "rev-parse", "HEAD"), _git(source, "status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit, "dirty": None if changes is None else bool(changes)}
+
+
+def command_line() -> str:
+    """The command of this process as a person would type it."""
+    program, *arguments = sys.argv
+    main = sys.modules["__main__"]
+    spec = getattr(main, "__spec__", None)
+    if spec is not None and spec.name:
+        return shlex.join(["python", "-m", spec.name.removesuffix(".__main__"), *arguments])
+    return shlex.join([Path(program).name, *arguments])
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", os.fspath(folder), *arguments], capture_output=True, text=True, timeout=10, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.machine()

@@ -1,0 +1,381 @@
+"""One cell from configuration to record: train, resume, select, test once, write everything down."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import traceback
+import warnings as python_warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.utilities.warnings import PossibleUserWarning
+from omegaconf import OmegaConf
+from safetensors.torch import load_file
+from torch import nn
+
+from routing_lab.assembly import build_model
+from routing_lab.config import Config, Loaded, check, identity, load, run_name
+from routing_lab.cost.measure import count_trace
+from routing_lab.data import VisionData, build_data
+from routing_lab.evidence.records import new_record
+from routing_lab.tasks.base import check_optimizer
+from routing_lab.tasks.classification import Classification
+from routing_lab.training.callbacks import Bar, EpochLine, Keeper, resumable, save_weights, small_update_warning
+from routing_lab.training.costs import CostMeter
+from routing_lab.training.environment import command_line, environment, git_state
+from routing_lab.training.initialisation import initialise, load_weights, read_weights
+from routing_lab.training.signals import Stopped, stoppable
+from routing_lab.training.store import FAILED, FINISHED, INTERRUPTED, RunFolder
+from routing_lab.training.tracking import mirror
+
+MAX_LOGITS = 5_000_000
+"""Examples x classes up to which predictions.npz holds the logits."""
+
+ROUTING_AXES = ("router", "scaling", "capacity", "placement", "bypass", "visibility")
+
+
+def run_cell(
+    config: Config,
+    resolved: Mapping[str, Any],
+    warnings: Sequence[str] = (),
+    *,
+    command: str | None = None,
+    group: str | None = None,
+) -> dict[str, Any]:
+    """Run one cell, or report it where it is already finished; an interrupted or failed one is taken up again.
+
+    Args:
+        config: the checked configuration.
+        resolved: the same as a plain dictionary, of which the run's identity is the hash.
+        warnings: remarks of the configuration check, kept in the record.
+        command: the command that a person types to get this run; None: this process' own.
+        group: name of the sweep, for tracking; a study's name comes first.
+
+    Returns:
+        `status` (`finished`, `failed` or `interrupted`), `folder`, `record`, `error` (one line, None without),
+        `signal` (what interrupted it, None without) and `trained` (False for a run that was already finished).
+        Failures of training are returned, not raised.
+    """
+    folder = RunFolder(run_folder(config, resolved), writes=_is_first_process())
+    result: dict[str, Any] = {"folder": folder.path, "error": None, "signal": None, "trained": False}
+    try:
+        with stoppable(), _quiet(), _threads(config.runtime.threads), folder.lock(_say):
+            return result | _run_locked(folder, config, resolved, warnings, command or command_line(), group)
+    except Stopped as stopped:  # while it waited for another process
+        return result | {"status": INTERRUPTED, "record": {}, "error": str(stopped), "signal": stopped.signal}
+
+
+def run_folder(config: Config, resolved: Mapping[str, Any]) -> Path:
+    """Where a run is kept: `<paths.runs>/<name>-<hash>`."""
+    return Path(config.paths.runs) / f"{run_name(config)}-{identity(resolved)}"
+
+
+def dense_cell(config: Config, resolved: Mapping[str, Any]) -> Loaded:
+    """The configuration of the dense run that `init=dense` starts from and that distillation learns from.
+
+    Same backbone, data, recipe and seed; no routing, no distillation, the routing axes at their defaults so that all
+    arms share one run. It starts where the arm starts, or from scratch where the arm starts from it; `init.epochs` then
+    gives its length.
+
+    Raises:
+        ValueError: `init=dense` for a dense run of no epochs.
+    """
+    defaults = load(["router=dense"]).resolved
+    train = {**resolved["train"], "distill": "none"}
+    init: Mapping[str, Any] = resolved["init"]
+    if config.init.kind == "dense":
+        train["epochs"] = config.train.epochs if config.init.epochs is None else config.init.epochs
+        init = {"kind": "scratch"}
+        if train["epochs"] == 0:
+            raise ValueError("init.epochs=null with train.epochs=0: expected init.epochs, the epochs of the dense run")
+    node = {
+        **{key: value for key, value in resolved.items() if key != "hydra"},
+        **{axis: defaults[axis] for axis in ROUTING_AXES},
+        "train": train,
+        "init": init,
+        "arm": "dense",
+        "name": None,
+        "rerun": False,
+    }
+    return check(OmegaConf.create(node))
+
+
+# --- one run, under its lock ---
+
+
+def _run_locked(
+    folder: RunFolder,
+    config: Config,
+    resolved: Mapping[str, Any],
+    warnings: Sequence[str],
+    command: str,
+    group: str | None,
+) -> dict[str, Any]:
+    if config.rerun:
+        if (aside := folder.set_aside()) is not None:
+            _say(f"{folder.path.name}: rerun=true, the run that was there is now {aside}")
+    elif (finished := folder.finished_record()) is not None:
+        return {"status": FINISHED, "record": finished}
+    record = new_record(resolved, run_id=identity(resolved), name=run_name(config), command=command)
+    record["warnings"] = list(warnings)
+    try:
+        folder.prepare()
+        folder.write_config(resolved)
+        folder.write_record(record)
+        record = _train_and_test(folder, config, resolved, record, command, group)
+    except Stopped as stopped:
+        record = _close(folder, record, INTERRUPTED)
+        return {"status": INTERRUPTED, "record": record, "error": str(stopped), "signal": stopped.signal}
+    except Exception as error:
+        folder.write_error(traceback.format_exc())
+        record = _close(folder, record, FAILED)
+        return {"status": FAILED, "record": record, "error": _one_line(error)}
+    return {"status": FINISHED, "record": record, "trained": True}
+
+
+def _train_and_test(
+    folder: RunFolder,
+    config: Config,
+    resolved: Mapping[str, Any],
+    record: dict[str, Any],
+    command: str,
+    group: str | None,
+) -> dict[str, Any]:
+    check_optimizer(config.train.optimizer)
+    data = build_data(config.data, config.train, config.seed, config.runtime)
+    record["data"] = {
+        "name": config.data.name,
+        "num_classes": data.num_classes,
+        "sizes": data.sizes,
+        "fingerprint": data.fingerprint,
+    }
+    dense: Path | None = None
+    teacher: nn.Module | None = None
+    if config.init.kind == "dense" or config.train.distill != "none":
+        prerequisite = dense_cell(config, resolved)
+        dense = _dense_weights(prerequisite, command, group)
+        if config.train.distill != "none":
+            teacher = build_model(prerequisite.config, data.num_classes)
+            load_weights(teacher, read_weights(dense))
+    model, record["init"], found = initialise(config, data.num_classes, dense)
+    record["warnings"] += found
+
+    task = Classification(model, config.train, config.seed, data.num_classes, teacher)
+    keeper = _fit(task, data, folder, config, record)
+    if config.train.selection == "best" and keeper.history:
+        task.evaluated.load_state_dict(load_file(folder.best))
+    record["metrics"] = _selected_metrics(keeper, config.train.selection)
+    record["metrics"] |= _test(task, data, folder, config, record)
+    save_weights(task, folder.final)
+    measured = keeper.warnings or [line for line in [small_update_warning(task)] if line]
+    if not any("scaling.normalize=unit_mean" in line for line in record["warnings"]):
+        record["warnings"] += measured  # the configuration's own check did not foresee it
+    record["cost"] |= {
+        "train_seconds": keeper.seconds,
+        "train_images_per_second": keeper.images / keeper.seconds if keeper.seconds else None,
+    }
+    record["environment"], record["git"] = environment(next(task.parameters()).device), git_state()
+    record["status"] = FINISHED
+    trouble = mirror(config.wandb, folder.path, record, resolved, keeper.history, config.study or group)
+    record["warnings"] += [trouble] if trouble else []
+    folder.write_record(record)
+    folder.drop_resume_state()
+    return record
+
+
+def _fit(task: Classification, data: VisionData, folder: RunFolder, config: Config, record: dict[str, Any]) -> Keeper:
+    """Train from the newest whole checkpoint, or from the beginning; returns the keeper with the whole history."""
+    shown = _progress(config)
+    line = EpochLine(run_name(config), config.train.epochs) if shown == "plain" else None
+    keeper = Keeper(folder, record, record["run_id"], config.train.selection, line)
+    resume, found = resumable(folder, record["run_id"])
+    record["warnings"] += found
+    for warning in found:
+        _say(f"{run_name(config)}: {warning}")
+    if config.train.epochs == 0:
+        return keeper
+    trainer = _trainer(
+        config,
+        callbacks=[keeper, Bar()] if shown == "bar" else [keeper],
+        enable_progress_bar=shown == "bar",
+        enable_checkpointing=True,  # by the keeper; without it Lightning refuses any callback of that kind
+        devices=config.runtime.devices,
+        strategy=_strategy(config),
+        max_epochs=config.train.epochs,
+        accumulate_grad_batches=config.train.accumulate,
+        gradient_clip_val=config.train.clip_grad,
+    )
+    try:
+        trainer.fit(task, datamodule=data, ckpt_path=resume, weights_only=True)
+    except Stopped:
+        if config.runtime.devices > 1 and trainer.strategy.launcher is not None:
+            trainer.strategy.launcher.kill(signal.SIGKILL)
+        raise
+    if len(keeper.history) < config.train.epochs:
+        # Trained in processes of their own: what they kept is in the checkpoint.
+        keeper.load_state_dict(torch.load(folder.last, "cpu", weights_only=True)["callbacks"][keeper.state_key])
+    return keeper
+
+
+def _test(
+    task: Classification, data: VisionData, folder: RunFolder, config: Config, record: dict[str, Any]
+) -> dict[str, float]:
+    """One pass over the test split: predictions, metrics, measured tokens and cost."""
+    meter = CostMeter(task.model, config)
+    trainer = _trainer(config, callbacks=[_CountTokens(meter)], enable_progress_bar=False, devices=1)
+    metrics: dict[str, float] = {}
+    if config.train.epochs == 0:
+        trainer.validate(task, dataloaders=data.val_dataloader(), verbose=False)
+        metrics |= task.measured
+    trainer.test(task, dataloaders=data.test_dataloader(), verbose=False)
+    arrays = task.predictions
+    if arrays["logits"].size > MAX_LOGITS:
+        arrays = {name: values for name, values in arrays.items() if name != "logits"}
+    folder.write_predictions(arrays)
+    record["routing"] = {
+        "routed_layers": task.routing.layers,
+        "index_base": 0,
+        "kept_fraction": task.routing.kept_fraction(),
+        "update_ratio": task.routing.update_ratio(),
+    }
+    record["cost"] = meter.section()
+    metrics["test/acc"] = float(np.mean(arrays["prediction"] == arrays["target"]))
+    metrics["test/loss"] = float(np.mean(arrays["loss"], dtype=np.float64))
+    return metrics
+
+
+def _selected_metrics(keeper: Keeper, selection: str) -> dict[str, float]:
+    """Metrics of the epoch whose weights are kept."""
+    if not keeper.history:
+        return {}
+    row = keeper.history[-1 if selection == "last" else keeper.best["epoch"]]
+    names = ("train/loss", "train/acc", "val/loss", "val/acc")
+    return {"selected_epoch": row["epoch"], **{name: row[name] for name in names}}
+
+
+def _dense_weights(cell: Loaded, command: str, group: str | None) -> Path:
+    """Weights of the dense run, which is trained now if it is missing.
+
+    Raises:
+        Stopped: when it was interrupted.
+        RuntimeError: when it failed.
+    """
+    result = run_cell(cell.config, cell.resolved, cell.warnings, command=command, group=group)
+    if result["signal"] is not None:
+        raise Stopped(result["signal"])
+    if result["status"] != FINISHED:
+        raise RuntimeError(f"the dense run {result['folder']} that this one needs failed: {result['error']}")
+    return RunFolder(result["folder"]).final
+
+
+# --- Lightning ---
+
+
+class _CountTokens(pl.Callback):
+    """Feeds the traces of a test pass to the cost meter."""
+
+    def __init__(self, meter: CostMeter) -> None:
+        self.meter = meter
+
+    def on_test_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        count_trace(self.meter.counter, outputs["trace"])
+
+
+def _trainer(config: Config, **options: Any) -> pl.Trainer:
+    return pl.Trainer(
+        accelerator=config.runtime.accelerator,
+        precision=config.train.precision,
+        logger=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+        **{"enable_checkpointing": False} | options,
+    )
+
+
+def _strategy(config: Config) -> str:
+    strategy = config.runtime.strategy
+    if strategy == "auto" and config.runtime.devices > 1 and not _launched_outside():
+        # Lightning's default starts the whole command again in every process, which a sweep must not do. Routers may be
+        # without a gradient, which DDP has to be told.
+        return "ddp_spawn_find_unused_parameters_true"
+    return strategy
+
+
+def _launched_outside() -> bool:
+    """Whether torchrun or SLURM started one process per device already."""
+    return "TORCHELASTIC_RUN_ID" in os.environ or int(os.environ.get("SLURM_NTASKS", "1")) > 1
+
+
+def _is_first_process() -> bool:
+    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) if _launched_outside() else "0"
+    return rank == "0"
+
+
+def _progress(config: Config) -> str:
+    if config.runtime.progress != "auto":
+        return config.runtime.progress
+    return "bar" if sys.stdout.isatty() else "plain"
+
+
+# --- surroundings ---
+
+
+def _close(folder: RunFolder, record: dict[str, Any], status: str) -> dict[str, Any]:
+    closed = {**record, "status": status}
+    folder.write_record(closed)
+    return closed
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without Lightning's remarks about what this package does on purpose."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    levels = [logger.level for logger in loggers]
+    with python_warnings.catch_warnings():
+        python_warnings.simplefilter("ignore", PossibleUserWarning)
+        # Lightning asks torch about its trees in a way that newer versions of torch deprecate.
+        python_warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)")
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
+
+
+@contextmanager
+def _threads(number: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    if number is not None:
+        torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
