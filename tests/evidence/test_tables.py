@@ -105,6 +105,19 @@ def test_several_arms_are_compared_with_the_dense_one_by_seed(tmp_path: Path) ->
     assert win_counts(table.comparisons, "test/acc") == {"win": 0, "tie": 0, "loss": 2}
 
 
+def test_cells_are_listed_where_they_fit(tmp_path: Path) -> None:
+    write_arms(tmp_path, {"amod": (AMOD, 0.95)}, range(3))
+    write_run(tmp_path, AMOD, 3, 0.0, status="failed")
+    records = read_records(tmp_path)
+    table = sweep_table(records)
+    assert table.cells.column("seed") == [0, 1, 2, 3]
+    assert table.cells.column("status") == ["finished"] * 3 + ["failed"]
+    assert table.cells.column("value")[:3] == [record["metrics"]["test/acc"] for record in records[:3]]
+    assert "Cells:" in render_plain(table)
+    write_arms(tmp_path, ARMS | {"amod": (AMOD, 0.9)}, range(4, 16))
+    assert "Cells:" not in render_plain(sweep_table(read_records(tmp_path)))
+
+
 def test_absence_of_the_dense_arm_is_said_and_the_first_arm_takes_its_place(tmp_path: Path) -> None:
     write_arms(tmp_path, {"linear": (LINEAR, 0.93), "amod": (AMOD, 0.95)}, range(3))
     records = sorted(read_records(tmp_path), key=lambda record: record["axes"]["router"]["name"], reverse=True)
@@ -136,7 +149,7 @@ def test_few_seeds_are_stamped_and_never_called_a_win(tmp_path: Path) -> None:
     table = sweep_table(read_records(tmp_path))
     assert table.differences is not None
     assert table.arms.column("note") == ["single run", "single run"]
-    assert table.differences.column("note") == ["single run"]
+    assert table.differences.column("difference_note") == ["single run"]
     assert table.differences.column("outcome") == [""]
     assert win_counts(table.comparisons, "test/acc") == {"win": 0, "tie": 0, "loss": 0}
 
@@ -151,7 +164,7 @@ def test_failed_and_missing_cells_are_shown_and_unequal_seeds_refused(tmp_path: 
     assert table.differences is not None
     assert table.arms.column("n") == [2, 4]
     assert table.arms.column("note") == ["single run; failed: seed 2; missing: seed 3", ""]
-    assert table.differences.column("note") == ["not compared: seeds differ (2, 3 only in the reference)"]
+    assert table.differences.column("difference_note") == ["not compared: seeds differ (2, 3 only in the reference)"]
     assert table.differences.column("difference") == [None]
     assert any("unreadable: broken" in note for note in table.arms.notes)
 
@@ -162,7 +175,7 @@ def test_a_sweep_without_results_is_still_a_table(tmp_path: Path) -> None:
     text = render_plain(sweep_table(read_records(tmp_path)))
     assert "failed: seed 0" in text
     assert "no results of" in text
-    assert render_plain(sweep_table([])).count("\n") == 2
+    assert "Arms: test/acc" in render_plain(sweep_table([]))
 
 
 def test_arm_names_win_over_keys_and_stay_unique(tmp_path: Path) -> None:

@@ -53,8 +53,10 @@ class Arm:
 
     @property
     def mean_kept_fraction(self) -> float:
-        """Mean of `kept_fraction` over the routed layers, NaN without any."""
+        """Mean of `kept_fraction` over the routed layers; 1 for a dense arm, NaN where nothing was measured."""
         kept = self.kept_fraction.values()
+        if not kept and self.is_dense:
+            return 1.0
         return math.fsum(kept) / len(kept) if kept else math.nan
 
     @property

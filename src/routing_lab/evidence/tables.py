@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from routing_lab.evidence import formatting
-from routing_lab.evidence.arms import Arm, differing_keys, group_arms
+from routing_lab.evidence.arms import Arm, differing_keys, group_arms, metric_of
 from routing_lab.evidence.formatting import Kind
 from routing_lab.evidence.records import member_name, scale_label, write_text
 
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from routing_lab.evidence.statistics import Difference
 
 DEFAULT_METRIC = "test/acc"
+
+MAX_CELLS_SHOWN = 24
+"""A sweep of more cells is shown by its arms alone."""
 
 
 @dataclass(frozen=True)
@@ -90,16 +93,21 @@ class Comparison:
 
 @dataclass(frozen=True)
 class SweepTable:
-    """The arms of a sweep and, where there are several, their differences from the reference arm."""
+    """The cells of a sweep, its arms and, where there are several, their differences from the reference arm."""
 
+    cells: Table
     arms: Table
     differences: Table | None
     comparisons: tuple[Comparison, ...]
 
     @property
     def tables(self) -> tuple[Table, ...]:
-        """The tables that exist, in the order in which they are read."""
-        return (self.arms,) if self.differences is None else (self.arms, self.differences)
+        """The tables to read, in order; the cells are among them where they fit on a page."""
+        tables = [self.cells] if len(self.cells.rows) <= MAX_CELLS_SHOWN else []
+        tables.append(self.arms)
+        if self.differences is not None:
+            tables.append(self.differences)
+        return tuple(tables)
 
     def joined(self) -> Table:
         """Both in one table: a row per arm, the difference beside it."""
@@ -144,10 +152,10 @@ def sweep_table(
     broken = [
         f"unreadable: {record['name']} ({record['reason']})" for record in records if record["status"] == "unreadable"
     ]
-    caption = _caption(records, shown.key, level)
+    caption = _caption(records, shown.key)
     arms_table = _arms_table(arms, shown, seeds, level, caption, (*notes, *broken))
     differences = difference_table(comparisons, shown.key, caption, level) if comparisons else None
-    return SweepTable(arms_table, differences, comparisons)
+    return SweepTable(_cells_table(arms, shown, caption), arms_table, differences, comparisons)
 
 
 def compare(arm: Arm, reference: Arm, metric: str, level: float = 0.95) -> Comparison:
@@ -216,14 +224,14 @@ def difference_table(
         Column("p_holm", "p (Holm)", "p"),
         Column("detectable", "detectable", shown.kind),
         Column("outcome", "outcome"),
-        Column("note", "note"),
+        Column("difference_note", "note"),
     )
     unit = " in percentage points" if shown.kind == "percent" else ""
     notes = (
         f"difference = arm - reference{unit}, paired by seed; outcome by the interval; detectable = smallest true "
         "difference found with probability 0.8; n.s. = the interval contains 0 or the difference is below that one",
     )
-    return Table(name, f"Differences in {caption}", columns, tuple(rows), notes)
+    return Table(name, f"Differences: {caption}", columns, tuple(rows), notes)
 
 
 def difference_note(comparison: Comparison) -> str:
@@ -410,7 +418,27 @@ def _arms_table(
         Column("scale", "scale"),
         Column("note", "note"),
     ]
-    return Table("arms", caption[:1].upper() + caption[1:], tuple(columns), tuple(rows), tuple(notes))
+    notes = ("mean over n seeds, sd with ddof 1, t interval", *notes)
+    return Table("arms", f"Arms: {caption}", tuple(columns), tuple(rows), notes)
+
+
+def _cells_table(arms: Sequence[Arm], shown: formatting.Metric, caption: str) -> Table:
+    validation = formatting.metric(shown.key.replace("test/", "val/", 1))
+    rows = []
+    for arm in arms:
+        for seed, record in sorted(arm.cells.items()):
+            measured = [metric_of(record, key) for key in (shown.key, validation.key, "cost/train_seconds")]
+            rows.append((arm.label, seed, record["status"], *measured, record["name"]))
+    columns = (
+        Column("arm", "arm"),
+        Column("seed", "seed", "count"),
+        Column("status", "status"),
+        Column("value", shown.heading, shown.kind),
+        Column("val_value", validation.heading, validation.kind),
+        Column("train_seconds", "train, s", "seconds"),
+        Column("run", "run", is_detail=True),
+    )
+    return Table("cells", f"Cells: {caption}", columns, tuple(rows))
 
 
 def _present_metric(arms: Sequence[Arm]) -> str:
@@ -451,16 +479,13 @@ def _nearest(arm: Arm, candidates: Sequence[Arm]) -> Arm:
     return min(candidates, key=lambda candidate: len(differing_keys(arm.config, candidate.config)))
 
 
-def _caption(records: Sequence[Mapping[str, Any]], metric: str, level: float) -> str:
+def _caption(records: Sequence[Mapping[str, Any]], metric: str) -> str:
     def names(axis: str) -> str:
         return ", ".join(dict.fromkeys(name for record in records if (name := member_name(record, axis)))) or "unknown"
 
     known = [record for record in records if record["status"] != "unreadable"]
     scales = ", ".join(dict.fromkeys(scale_label(record) for record in known)) or "unknown"
-    return (
-        f"{metric}, {names('backbone')} on {names('data')}, scale: {scales}. "
-        f"Mean over n seeds, standard deviation (ddof 1), {_level(level)} (t)"
-    )
+    return f"{metric}, {names('backbone')} on {names('data')}, scale: {scales}"
 
 
 def _level(level: float) -> str:
