@@ -9,25 +9,26 @@ timm knows.
 
 from __future__ import annotations
 
-from routing_lab.config.compose import Composer, conf_path, expand, sweep_name
-from routing_lab.config.identity import VOLATILE, identity, run_name, without_volatile
+from routing_lab.config.cells import Command, check_command
+from routing_lab.config.compose import Composer, conf_path
+from routing_lab.config.identity import VOLATILE, identity, run_folder, run_name
 from routing_lab.config.load import Loaded, check, load
 from routing_lab.config.problems import ConfigError, Problem
 from routing_lab.config.schema import Config
 
 __all__ = [
     "VOLATILE",
+    "Command",
     "Composer",
     "Config",
     "ConfigError",
     "Loaded",
     "Problem",
     "check",
+    "check_command",
     "conf_path",
-    "expand",
     "identity",
     "load",
+    "run_folder",
     "run_name",
-    "sweep_name",
-    "without_volatile",
 ]

@@ -375,16 +375,6 @@ def router_learns(router: RouterConfig, scaling: ScalingConfig) -> Iterator[str]
         yield f"router={router.name} is learned but gets no gradient under {rule}: it stays as it was initialised"
 
 
-def raw_product(router: RouterConfig, scaling: ScalingConfig) -> Iterator[str]:
-    """Multiplying by scores whose mean is 1/N removes most of the update."""
-    if scaling.name == "multiply" and scaling.options.get("normalize") == "raw" and traits_of("router", router).unit_mass:
-        yield (
-            f"scores of router={router.name} sum to one over the tokens, so that scaling=multiply with "
-            "scaling.normalize=raw leaves only a small part of the update; the measured ratio is recorded for every "
-            "routed layer, and scaling.normalize=unit_mean avoids it"
-        )
-
-
 def keys_without_effect(
     router: RouterConfig, scaling: ScalingConfig, placement: PlacementConfig, visibility: VisibilityConfig
 ) -> Iterator[str]:
@@ -432,7 +422,7 @@ def capacity_routes(capacity: CapacityConfig, router: RouterConfig, train: Train
             )
 
 
-REMARKS: tuple[Callable[..., Iterator[str]], ...] = (router_learns, raw_product, keys_without_effect, capacity_routes)
+REMARKS: tuple[Callable[..., Iterator[str]], ...] = (router_learns, keys_without_effect, capacity_routes)
 
 
 def run_checks(sections: Mapping[str, Any], names: tuple[Callable[..., Iterator[Any]], ...]) -> Iterator[Any]:

@@ -63,25 +63,24 @@ class Composer:
         self._loader = ConfigLoaderImpl(search_path)
         self._name = config_name or PRIMARY
 
-    def compose(self, overrides: Sequence[str]) -> DictConfig:
-        """The composed configuration, `hydra` node included. Raises ConfigError with every override that is at fault."""
-        try:
-            return self._load(overrides)
-        except COMPOSITION_ERRORS as error:
-            problems = self.offenders(overrides)[0]
-            raise ConfigError(problems or [Problem("configuration", None, _reason(error))]) from None
+    def compose(self, overrides: Sequence[str]) -> tuple[DictConfig, list[Problem]]:
+        """The configuration without the overrides that are at fault, `hydra` node included, and these as problems.
 
-    def compose_what_is_right(self, overrides: Sequence[str]) -> tuple[DictConfig, list[Problem]]:
-        """The configuration without the overrides that are at fault, and these as problems."""
+        Raises ConfigError when it does not compose even without them.
+        """
         try:
             return self._load(overrides), []
         except COMPOSITION_ERRORS as error:
-            problems, accepted = self.offenders(overrides)
+            problems, accepted = self._offenders(overrides)
             if not problems:
                 raise ConfigError([Problem("configuration", None, _reason(error))]) from None
             return self._load(accepted), problems
 
-    def offenders(self, overrides: Sequence[str]) -> tuple[list[Problem], list[str]]:
+    def members(self, group: str) -> list[str]:
+        """Names of the members of a config group."""
+        return sorted(self._loader.get_group_options(group, ObjectType.CONFIG))
+
+    def _offenders(self, overrides: Sequence[str]) -> tuple[list[Problem], list[str]]:
         """The overrides that do not compose, as problems, and the others: added one by one, group choices first."""
         problems: list[Problem] = []
         parsed: list[tuple[str, Override]] = []
@@ -112,19 +111,16 @@ class Composer:
                 failed_groups.add("train" if key == "recipe" else key)
         return problems, accepted
 
-    def members(self, group: str) -> list[str]:
-        """Names of the members of a config group."""
-        return sorted(self._loader.get_group_options(group, ObjectType.CONFIG))
-
-    def is_group(self, key: str) -> bool:
-        """Whether `key` names a config group."""
-        return bool(self.members(key))
+    def sweep_dir(self, overrides: Sequence[str]) -> str:
+        """The folder that a sweep with these overrides writes its table to."""
+        config = self._loader.load_configuration(self._name, list(overrides), run_mode=RunMode.MULTIRUN)
+        return str(config.hydra.sweep.dir)
 
     def _load(self, overrides: Sequence[str]) -> DictConfig:
         return self._loader.load_configuration(self._name, list(overrides), run_mode=RunMode.RUN)
 
     def _is_group(self, override: Override) -> bool:
-        return self.is_group(override.key_or_group)
+        return bool(self.members(override.key_or_group))
 
     def _group_problem(self, override: Override) -> Problem | None:
         group = override.key_or_group
@@ -136,7 +132,8 @@ class Composer:
         if not isinstance(value, str):
             return Problem(group, shown(value), f"must be one of {', '.join(known)}")
         if value not in known:
-            return Problem(group, shown(value), f"no such member; {alternatives(value, known, 'there are ')}")
+            extra = "; others come with pip install 'routing_lab[launchers]'" if group == "hydra/launcher" else ""
+            return Problem(group, shown(value), f"no such member; {alternatives(value, known, 'there are ')}{extra}")
         return None
 
     def _explain(self, override: Override, value: str, error: Exception, accepted: Sequence[str]) -> Problem:
@@ -169,8 +166,7 @@ def expand(overrides: Sequence[str]) -> list[list[str]]:
     A continuous range (`interval(0, 1)`), which only other sweepers expand, is left out. Raises HydraException on a
     syntax error.
     """
-    jobs = [override for override in parse(overrides) if not override.is_hydra_override()]
-    finite = [override for override in jobs if override.is_discrete_sweep() or not override.is_sweep_override()]
+    finite = [item for item in parse(overrides) if item.is_discrete_sweep() or not item.is_sweep_override()]
     return [list(cell) for cell in BasicSweeper.split_arguments(finite, None)[0]]
 
 
@@ -226,4 +222,5 @@ def _reason(error: BaseException) -> str:
     return line if len(line) <= 300 else line[:297] + "..."
 
 
-OmegaConf.register_new_resolver("sweep_name", sweep_name, replace=True)
+# Cached, because a job of the sweep must see the sweep's folder and not one named after its own overrides.
+OmegaConf.register_new_resolver("sweep_name", sweep_name, use_cache=True, replace=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from routing_lab.config.schema import Config, FractionCapacity, Threshold
@@ -37,6 +38,11 @@ def run_name(config: Config) -> str:
     if config.router.name == "dense":
         return "-".join(["dense", *place])
     return "-".join([config.router.name, config.scaling.name, _budget(config), *place])
+
+
+def run_folder(config: Config, resolved: Mapping[str, Any]) -> Path:
+    """Where a run is kept: `<paths.runs>/<name>-<hash>`."""
+    return Path(config.paths.runs) / f"{run_name(config)}-{identity(resolved)}"
 
 
 def _budget(config: Config) -> str:

@@ -49,7 +49,12 @@ def load(
     Raises:
         ConfigError: with every problem found.
     """
-    config, problems = Composer(config_dir).compose_what_is_right(overrides)
+    return check_overrides(Composer(config_dir), overrides, facts)
+
+
+def check_overrides(composer: Composer, overrides: Sequence[str], facts: BackboneFacts | None = None) -> Loaded:
+    """As `load`, with a composer that is there already."""
+    config, problems = composer.compose(overrides)
     return _check(config, facts, problems)
 
 

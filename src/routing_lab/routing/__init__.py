@@ -7,15 +7,44 @@ never loads torch.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-_EXPORTS: dict[str, str] = {}
-"""Public name -> module that defines it."""
+if TYPE_CHECKING:
+    from routing_lab.routing.base import (
+        Bypass,
+        Capacity,
+        Gates,
+        LayerSpec,
+        LayerTrace,
+        Router,
+        RouterInput,
+        RunState,
+        Scaling,
+        Trace,
+    )
+    from routing_lab.routing.model import RoutedModel
+    from routing_lab.routing.tokens import Selection, Tokens
 
-__all__ = sorted(_EXPORTS)
+__all__ = [
+    "Bypass",
+    "Capacity",
+    "Gates",
+    "LayerSpec",
+    "LayerTrace",
+    "RoutedModel",
+    "Router",
+    "RouterInput",
+    "RunState",
+    "Scaling",
+    "Selection",
+    "Tokens",
+    "Trace",
+]
+
+_MODULES = {"RoutedModel": "model", "Selection": "tokens", "Tokens": "tokens"}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _EXPORTS:
-        return getattr(import_module(_EXPORTS[name]), name)
+    if name in __all__:
+        return getattr(import_module(f"{__name__}.{_MODULES.get(name, 'base')}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
