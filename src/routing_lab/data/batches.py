@@ -160,7 +160,8 @@ class Loader:
         build: makes a batch from a request.
         requests: called at the start of every pass; the requests of that pass, in order.
         length: number of batches of a pass.
-        workers: processes that make batches ahead of time; 0 makes them here.
+        workers: processes that make batches ahead of time; 0 makes them here. Images in memory that pass through no
+            PIL are always made here, which is faster than handing them over.
     """
 
     def __init__(
