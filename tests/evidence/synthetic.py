@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,7 @@ def write_run(
     if status == "finished":
         rng = np.random.default_rng([seed, noise])
         if examples:
-            target = rng.integers(0, 10, examples)
+            target = np.random.default_rng(0).integers(0, 10, examples)
             is_right = rng.permutation(examples) < round(accuracy * examples)
             prediction = np.where(is_right, target, (target + 1) % 10)
             loss = np.where(is_right, 0.1, 2.0)
@@ -92,7 +93,7 @@ def write_run(
         curve = accuracy * (1 - 0.5 ** np.arange(1, epochs + 1))
         rows = [f"{epoch},{1 - value},{value}" for epoch, value in enumerate(curve)]
         (folder / "history.csv").write_text("\n".join(["epoch,train/loss,val/acc", *rows]) + "\n")
-    records.write_json(folder / "run.json", record)
+    (folder / "run.json").write_text(json.dumps(record))
     return record
 
 

@@ -187,3 +187,10 @@ def test_reading_records_loads_no_torch_and_no_pandas() -> None:
     code = f"import sys, routing_lab.evidence.records; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_keys_that_make_no_arm_are_the_seed_and_what_is_no_part_of_the_identity() -> None:
+    from routing_lab.config import VOLATILE
+
+    assert set(records.NOT_COMPARED) == {"seed", *VOLATILE}
+    assert records.comparable({"data": {"name": "digits", "root": "x"}, "seed": 1}) == {"data.name": "digits"}

@@ -35,8 +35,12 @@ AXES = ("backbone", "router", "scaling", "capacity", "placement", "bypass", "vis
 SECTIONS = ("axes", "config", "metrics", "cost", "routing", "environment", "git", "data", "init")
 """Sections of a record that are mappings; a missing one reads as empty."""
 
-NOT_COMPARED = ("seed", "study", "arm", "name", "rerun", "paths", "wandb", "runtime", "hydra")
-"""Top-level config keys that never make two runs different arms."""
+NOT_COMPARED = (
+    "seed",
+    *("study", "arm", "name", "rerun", "paths", "wandb", "runtime", "hydra"),
+    *("data.root", "data.download", "data.memory"),
+)
+"""Config keys that never make two runs different arms: the seed, and whatever is no part of a run's identity."""
 
 RECORD_FILE = "run.json"
 
@@ -191,13 +195,16 @@ def flatten(tree: Mapping[str, Any], separator: str = ".", prefix: str = "") -> 
     return flat
 
 
-def compared_config(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The flat configuration that makes the run's arm: everything but `NOT_COMPARED` and class paths; `axes` without
-    a config.
-    """
-    config = record["config"] or record["axes"]
+def comparable(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The flat keys of a configuration that make an arm: everything but `NOT_COMPARED` and class paths."""
     kept = {key: value for key, value in config.items() if key not in NOT_COMPARED}
-    return {key: value for key, value in flatten(kept).items() if not key.endswith("_target_")}
+    flat = flatten(kept)
+    return {key: value for key, value in flat.items() if key not in NOT_COMPARED and not key.endswith("_target_")}
+
+
+def compared_config(record: Mapping[str, Any]) -> dict[str, Any]:
+    """`comparable` of the configuration that a record holds, or of its `axes` where it holds none."""
+    return comparable(record["config"] or record["axes"])
 
 
 def to_frame(records: Sequence[Mapping[str, Any]]) -> pd.DataFrame:

@@ -32,6 +32,15 @@ MAX_CELLS_SHOWN = 24
 
 
 @dataclass(frozen=True)
+class Shown:
+    """A value of another kind than its column's, where the rows of a table measure different things."""
+
+    value: Any
+    kind: Kind
+    is_signed: bool = False
+
+
+@dataclass(frozen=True)
 class Column:
     """One column: its key in CSV, its heading for people, and what kind of number it holds.
 
@@ -53,10 +62,13 @@ class Column:
 
     def text(self, value: Any) -> str:
         """A value of this column as text."""
+        kind, is_signed = (self.ends if self.kind == "interval" else self.kind), self.is_signed
+        if isinstance(value, Shown):
+            value, kind, is_signed = value.value, value.kind, value.is_signed
         if self.kind == "interval":
             low, high = value if value is not None else (None, None)
-            return formatting.interval(low, high, self.ends, signed=self.is_signed)
-        return formatting.number(value, self.kind, signed=self.is_signed)
+            return formatting.interval(low, high, kind, signed=is_signed)
+        return formatting.number(value, kind, signed=is_signed)
 
 
 @dataclass(frozen=True)
@@ -76,7 +88,7 @@ class Table:
     def column(self, key: str) -> list[Any]:
         """Raw values of one column."""
         index = [column.key for column in self.columns].index(key)
-        return [row[index] for row in self.rows]
+        return [row[index].value if isinstance(row[index], Shown) else row[index] for row in self.rows]
 
 
 @dataclass(frozen=True)
@@ -503,6 +515,7 @@ def _csv_keys(column: Column) -> list[str]:
 
 
 def _csv_cells(column: Column, value: Any) -> list[str]:
+    value = value.value if isinstance(value, Shown) else value
     values = (value or (None, None)) if column.kind == "interval" else (value,)
     return ["" if v is None or (isinstance(v, float) and math.isnan(v)) else _exact(v) for v in values]
 
