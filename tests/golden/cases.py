@@ -1,8 +1,8 @@
 """Golden cases: numbers that our code has to reproduce, and where they lie.
 
-A case is a folder with `case.json`, `arrays.npz` and `weights.safetensors`. The project's own cases in `data/` hold what
-the tests read: large parts that several cases share lie once in `data/objects`, under the first digits of their SHA-256,
-and `case.json` refers to them under `objects`. `python -m tests.golden.cases FOLDER ...` copies cases in that way.
+A case is a folder with `case.json`, `arrays.npz` and `weights.safetensors`. The project's own cases in `data/` hold
+what the tests read: large parts that several cases share lie once in `data/objects`, under the first digits of their
+SHA-256, and `case.json` refers to them under `objects`. `python -m tests.golden.cases FOLDER ...` copies cases so.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Case:
         return {name: torch.from_numpy(value.copy()) for name, value in safetensors.numpy.load_file(path).items()}
 
     def expected(self, key: str, layer: int | None = None) -> Tensor | None:
-        """The array `key` (of a layer) in double precision, from the `_fp64` twin where there is one; None: not given."""
+        """The array `key` (of a layer) in double precision, from its `_fp64` twin if it has one; None: not given."""
         name = key if layer is None else f"{key}_{layer}"
         for candidate in (f"{name}_fp64", name):
             if candidate in self.arrays:
@@ -90,7 +90,7 @@ class Case:
 
 
 def find(families: dict[str, Callable[..., None]]) -> list[tuple[Case, Callable[..., None]]]:
-    """Every case of a known family with the function that checks it: the project's own, and those beside the checkout."""
+    """Every case of a known family with its check: the project's own cases, and those beside the checkout."""
     found: dict[str, tuple[Case, Callable[..., None]]] = {}
     for root in (OWN, FURTHER):
         for path in sorted(root.glob("*/case.json")) if root.is_dir() else []:

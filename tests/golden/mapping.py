@@ -9,9 +9,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from tests.golden.cases import Case
+from torch import Tensor
 
 NORMALIZATIONS = ("raw", "sigmoid", "tanh", "unit_mean", "unit_max", "softmax_kept")
 COMPARISONS = {">=": "ge", ">": "gt"}

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from scipy import stats
+from tests.golden.cases import Case, find
+from tests.golden.mapping import decoder_overrides, vision_overrides
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -17,8 +19,6 @@ from routing_lab.probes import leave_one_out
 from routing_lab.routing.capacity import quantile
 from routing_lab.routing.losses import load_loss
 from routing_lab.routing.model import RoutedModel
-from tests.golden.cases import Case, find
-from tests.golden.mapping import decoder_overrides, vision_overrides
 
 EXACT = 1e-10
 """Bound in double precision, where the expected numbers are double too."""

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from routing_lab.routing.layer import SelectionEdit
+from routing_lab.routing.layer import RoutedLayer, SelectionEdit
 from routing_lab.routing.model import RoutedModel
 from routing_lab.routing.tokens import Selection, Tokens
 
@@ -41,19 +41,19 @@ def leave_one_out(
         targets: [B, ...], what the loss takes.
         layer: zero-based routed layer, for the operations that force a token out of its selection.
         operation: `force_skip`: the token is taken out of the kept set of `layer` and nothing takes its place;
-            `force_skip_refill`: the best token that the layer bypassed takes its place; `drop_input`: the token is deleted
-            after the embedding, the others keep their positions, and all layers see one token less. Later layers choose anew
-            in all three.
+            `force_skip_refill`: the best token that the layer bypassed takes its place; `drop_input`: the token is
+            deleted after the embedding, the others keep their positions, and all layers see one token less. Later
+            layers choose anew in all three.
         loss: (output, targets) -> [B] loss of each sample; None: cross-entropy in nats.
         sample_ids: as for the model's forward.
         rows: how many (sample, token) pairs are computed at once.
 
-    Returns [B, N] over the tokens that enter `layer` (or the first layer), in the precision of the loss: exactly 0 where the
-    token forced out was bypassed anyway, NaN for prefix tokens under `drop_input`, which the model cannot do without.
+    Returns [B, N] over the tokens that enter `layer` (or the first layer), in the precision of the loss: exactly 0 where
+    the token forced out was bypassed anyway, NaN for prefix tokens under `drop_input`, which no model can do without.
 
     Raises:
-        ValueError: for an unknown operation, a layer that is not routed, or `drop_input` on a backbone whose blocks compute
-            positions themselves.
+        ValueError: for an unknown operation, a layer that is not routed, or `drop_input` on a backbone whose blocks
+            compute positions themselves.
     """
     if operation not in get_args(Operation):
         raise ValueError(f"operation = {operation}: expected one of {', '.join(get_args(Operation))}")
@@ -85,8 +85,8 @@ def _importance(
     tokens, context = model.embed(inputs)
     if operation == "drop_input" and context is not None:
         raise ValueError(
-            f"operation = drop_input: the blocks of {type(model.backbone).__name__} compute positions themselves, so that the "
-            "other tokens would move; use force_skip"
+            f"operation = drop_input: the blocks of {type(model.backbone).__name__} compute positions themselves, so that "
+            "the other tokens would move; use force_skip"
         )
     left, trace = model.forward_tokens(tokens, context, model.run_state(tokens, sample_ids=sample_ids))
     full = loss(model.head(left), targets)
@@ -107,7 +107,9 @@ def _importance(
             row_tokens = _without(row_tokens, row_token)
         else:
             assert layer is not None
-            best_first = model.layers[str(layer)].capacity.order == "highest"
+            routed = model.layers[str(layer)]
+            assert isinstance(routed, RoutedLayer)
+            best_first = routed.capacity.order == "highest"
             edits[layer] = _forced_out(row_token, refill=operation == "force_skip_refill", best_first=best_first)
         state = model.run_state(row_tokens, sample_ids=sample_ids[row_sample])
         left, _ = model.forward_tokens(row_tokens, row_context, state, edits)
