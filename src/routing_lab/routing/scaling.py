@@ -88,13 +88,12 @@ class SoftMix(Scaling):
 
     Args:
         evaluate: `hard`: in evaluation only the chosen path runs, unweighted (Eq. 2); `soft`: as in training.
-        target: `update` or `output`, see `Scaling`.
     """
 
     traits: ClassVar[ScalingTraits] = members.SCALINGS["soft_mix"]
 
-    def __init__(self, *, evaluate: Literal["hard", "soft"] = "hard", **common: Any) -> None:
-        super().__init__(**common)
+    def __init__(self, *, evaluate: Literal["hard", "soft"] = "hard") -> None:
+        super().__init__()
         self.evaluate = evaluate
 
     def gates(self, scores: Tensor, selection: Selection) -> Gates:
@@ -107,6 +106,9 @@ class Top1Probability(Scaling):
     """The chosen path times its own probability: p_i u_i for kept tokens, (1 - p_i) b_i for the others (DTRNet's code)."""
 
     traits: ClassVar[ScalingTraits] = members.SCALINGS["top1_probability"]
+
+    def __init__(self) -> None:
+        super().__init__()
 
     def gates(self, scores: Tensor, selection: Selection) -> Gates:
         return Gates(kept=scores, bypassed=1 - scores)
