@@ -9,7 +9,7 @@ Shape legend: B batch, H heads, N tokens (queries), M keys, d head width.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ class StatisticsRequest:
     Args:
         received: attention received, the mean over queries of each key's column (A-MoD, Eq. 4 before the head mean).
         class_row: attention of the class token (query 0) to every key (EViT).
+        key_mean: keys averaged over heads (ToMe's metric).
+        value_norm: norm of each token's value, over all heads together (ATS).
         skip_queries: sequence positions whose rows do not count.
         skip_keys: sequence positions left out as keys: the other keys of a row are renormalised to sum to one, the
             left-out ones get zero.
@@ -37,29 +39,48 @@ class StatisticsRequest:
 
     received: bool = False
     class_row: bool = False
+    key_mean: bool = False
+    value_norm: bool = False
     skip_queries: tuple[int, ...] = ()
     skip_keys: tuple[int, ...] = ()
     skip_self: bool = False
     eager: bool = False
     detach: bool = True
 
+    def joined(self, other: StatisticsRequest | None) -> StatisticsRequest:
+        """What either of two requests wants; everything else as in this one."""
+        if other is None:
+            return self
+        return replace(
+            self,
+            received=self.received or other.received,
+            class_row=self.class_row or other.class_row,
+            key_mean=self.key_mean or other.key_mean,
+            value_norm=self.value_norm or other.value_norm,
+        )
+
 
 @dataclass
 class AttentionStatistics:
-    """Statistics of one layer's map, per head, aligned with the tokens that entered that layer.
+    """Statistics of one layer's map, aligned with the tokens that entered that layer.
 
     Args:
         received: [B, H, M], at least float32; sums to 1 over M when every query counts.
         class_row: [B, H, M], at least float32.
+        key_mean: [B, M, d].
+        value_norm: [B, M].
     """
 
     received: Tensor | None = None
     class_row: Tensor | None = None
+    key_mean: Tensor | None = None
+    value_norm: Tensor | None = None
 
 
 def attention_statistics(
     query: Tensor,
     key: Tensor,
+    value: Tensor,
     scale: float,
     request: StatisticsRequest,
     *,
@@ -67,32 +88,38 @@ def attention_statistics(
     key_index: Tensor | None = None,
     query_valid: Tensor | None = None,
     key_valid: Tensor | None = None,
+    key_bias: Tensor | None = None,
 ) -> AttentionStatistics:
-    """The requested statistics of softmax(scale * query key^T).
+    """The requested statistics of softmax(scale * query key^T + key_bias).
 
     Args:
-        query: [B, H, N, d]; key: [B, H, M, d]. Half precision is raised to float32.
+        query: [B, H, N, d]; key, value: [B, H, M, d]. Half precision is raised to float32.
         scale: multiplier of the logits.
         query_index: [B, N], key_index: [B, M], positions in the sequence; None: 0, 1, ...
         query_valid: [B, N], key_valid: [B, M] bool, False at padding; None: all are tokens.
+        key_bias: [B, M] added to the logits of each key.
 
     Raises:
         ValueError: if no query is left to average over, or no key.
     """
     with torch.set_grad_enabled(torch.is_grad_enabled() and not request.detach):
         if request.detach:
-            query, key = query.detach(), key.detach()
-        key_bias = _key_bias(key, _counted(key, request.skip_keys, key_index, key_valid, "exclude_keys"))
+            query, key, value = query.detach(), key.detach(), value.detach()
+        bias = _key_bias(key, _counted(key, request.skip_keys, key_index, key_valid, "exclude_keys"), key_bias)
         result = AttentionStatistics()
         if request.received:
             counted = _counted(query, request.skip_queries, query_index, query_valid, "exclude_queries")
             weight = _query_weight(query, counted)
             own = _own_key(query, key, query_index, key_index) if request.skip_self else None
             compute = received_eager if request.eager else received_chunked
-            result.received = compute(query, key, scale, weight, key_bias, own)
+            result.received = compute(query, key, scale, weight, bias, own)
         if request.class_row:
             logits = scale * (_raise(query[:, :, :1]) @ _raise(key).transpose(-2, -1))
-            result.class_row = _softmax(logits, key_bias).squeeze(2)
+            result.class_row = _softmax(logits, bias).squeeze(2)
+        if request.key_mean:
+            result.key_mean = key.mean(dim=1)
+        if request.value_norm:
+            result.value_norm = _raise(value).square().sum(dim=(1, 3)).sqrt()
         return result
 
 
@@ -224,14 +251,17 @@ def _query_weight(query: Tensor, counted: Tensor | None) -> Tensor:
     return (weight / weight.sum(dim=1, keepdim=True).clamp_min(1)).unsqueeze(1)
 
 
-def _key_bias(key: Tensor, counted: Tensor | None) -> Tensor | None:
-    """[B, 1, 1, M] additive bias, -inf at keys that do not count; None when all do."""
-    if counted is None:
-        return None
-    # A row without any key would be NaN; such samples hold padding only, and their rows have weight zero.
-    counted = counted | ~counted.any(dim=1, keepdim=True)
-    bias = torch.zeros(counted.shape, dtype=_raise(key[:0]).dtype, device=key.device)
-    return bias.masked_fill(~counted, float("-inf"))[:, None, None]
+def _key_bias(key: Tensor, counted: Tensor | None, bias: Tensor | None) -> Tensor | None:
+    """[B, 1, 1, M] additive bias, -inf at keys that do not count; None when all do and none is given."""
+    if bias is not None:
+        bias = bias.to(_raise(key[:0]).dtype)
+    if counted is not None:
+        # A row without any key would be NaN; such samples hold padding only, and their rows have weight zero.
+        counted = counted | ~counted.any(dim=1, keepdim=True)
+        if bias is None:
+            bias = torch.zeros(counted.shape, dtype=_raise(key[:0]).dtype, device=key.device)
+        bias = bias.masked_fill(~counted, float("-inf"))
+    return None if bias is None else bias[:, None, None]
 
 
 def _own_key(query: Tensor, key: Tensor, query_index: Tensor | None, key_index: Tensor | None) -> Tensor:

@@ -61,7 +61,7 @@ class LlamaBackbone(Backbone):
     def block(self, layer: int) -> LlamaBlock:
         return self._blocks[layer]
 
-    def head(self, x: Tensor) -> Tensor:
+    def head(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
         return self.module.lm_head(self.module.model.norm(x))
 
 
@@ -88,7 +88,9 @@ class LlamaBlock(Block):
         query_index: Tensor | None = None,
         key_index: Tensor | None = None,
         key_mask: Tensor | None = None,
+        key_bias: Tensor | None = None,
     ) -> Tensor:
+        assert key_bias is None  # tokens of a decoder are never merged
         layer, attention = self.module, self.module.self_attn
         normed_queries = layer.input_layernorm(queries)
         if keys is None and query_index is None and key_mask is None:
@@ -117,7 +119,7 @@ class LlamaBlock(Block):
         return attention.o_proj(x.transpose(1, 2).flatten(2))
 
     def attend_with_statistics(
-        self, x: Tensor, context: DecoderContext, request: StatisticsRequest, projection: Tensor | None = None
+        self, x: Tensor, context: Any, request: StatisticsRequest, **options: Any
     ) -> tuple[Tensor, AttentionStatistics]:
         raise ValueError(_NO_STATISTICS)
 

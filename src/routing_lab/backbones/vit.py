@@ -50,8 +50,19 @@ class VisionTransformerBackbone(Backbone):
     def block(self, layer: int) -> ViTBlock:
         return self._blocks[layer]
 
-    def head(self, x: Tensor) -> Tensor:
-        return self.module.forward_head(self.module.norm(x))
+    def head(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
+        vit = self.module
+        x = vit.norm(x)
+        if valid is None or vit.global_pool == "token":
+            return vit.forward_head(x)
+        if vit.global_pool != "avg" or vit.attn_pool is not None:
+            raise ValueError(
+                f"backbone.pool = {vit.global_pool}: samples with different numbers of tokens need pool=token or pool=avg"
+            )
+        first = 0 if vit.pool_include_prefix else len(self.prefix)
+        weight = valid[:, first:].unsqueeze(-1).to(x.dtype)
+        pooled = (x[:, first:] * weight).sum(dim=1) / weight.sum(dim=1).clamp_min(1)
+        return vit.head(vit.head_drop(vit.fc_norm(pooled)))
 
 
 class ViTBlock(Block):
@@ -79,9 +90,10 @@ class ViTBlock(Block):
         query_index: Tensor | None = None,
         key_index: Tensor | None = None,
         key_mask: Tensor | None = None,
+        key_bias: Tensor | None = None,
     ) -> Tensor:
         block = self.module
-        mask = None if key_mask is None else _broadcast_mask(key_mask, queries.shape[1])
+        mask = _attention_mask(key_mask, key_bias, queries)
         if keys is None:
             return block.drop_path1(block.ls1(block.attn(block.norm1(queries), attn_mask=mask)))
         normed = block.norm1(queries)
@@ -90,15 +102,26 @@ class ViTBlock(Block):
         return self._output(block.attn.q_norm(query), block.attn.k_norm(key), value, normed, mask)
 
     def attend_with_statistics(
-        self, x: Tensor, context: Any, request: StatisticsRequest, projection: Tensor | None = None
+        self,
+        x: Tensor,
+        context: Any,
+        request: StatisticsRequest,
+        *,
+        valid: Tensor | None = None,
+        key_bias: Tensor | None = None,
+        projection: Tensor | None = None,
     ) -> tuple[Tensor, AttentionStatistics]:
+        attn = self.module.attn
         normed = self.module.norm1(x)
-        query, key, value = self._split(self.module.attn.qkv(normed), 3)
-        query, key = self.module.attn.q_norm(query), self.module.attn.k_norm(key)
-        output = self._output(query, key, value, normed, None)
+        query, key, value = self._split(attn.qkv(normed), 3)
+        query, key = attn.q_norm(query), attn.k_norm(key)
+        output = self._output(query, key, value, normed, _attention_mask(valid, key_bias, x))
         if projection is not None:
             query, key = self._random_query_key(normed, normed, projection)
-        return output, attention_statistics(query, key, self.module.attn.scale, request)
+        statistics = attention_statistics(
+            query, key, value, attn.scale, request, query_valid=valid, key_valid=valid, key_bias=key_bias
+        )
+        return output, statistics
 
     def statistics(
         self,
@@ -109,26 +132,30 @@ class ViTBlock(Block):
         keys: Tensor | None = None,
         query_index: Tensor | None = None,
         key_index: Tensor | None = None,
-        valid: Tensor | None = None,
+        query_valid: Tensor | None = None,
+        key_valid: Tensor | None = None,
+        key_bias: Tensor | None = None,
         projection: Tensor | None = None,
     ) -> AttentionStatistics:
         attn = self.module.attn
         normed_queries = self.module.norm1(queries)
         normed_keys = normed_queries if keys is None else self.module.norm1(keys)
+        query = attn.q_norm(self._split(self._linear(normed_queries, 0, 1)))
+        key, value = self._split(self._linear(normed_keys, 1, 3), 2)
+        key = attn.k_norm(key)
         if projection is not None:
             query, key = self._random_query_key(normed_queries, normed_keys, projection)
-        else:
-            query = attn.q_norm(self._split(self._linear(normed_queries, 0, 1)))
-            key = attn.k_norm(self._split(self._linear(normed_keys, 1, 2)))
         return attention_statistics(
             query,
             key,
+            value,
             attn.scale,
             request,
             query_index=query_index,
             key_index=key_index,
-            query_valid=valid,
-            key_valid=valid if keys is None else None,
+            query_valid=query_valid,
+            key_valid=query_valid if keys is None else key_valid,
+            key_bias=key_bias,
         )
 
     def mlp(self, x: Tensor) -> Tensor:
@@ -158,7 +185,7 @@ class ViTBlock(Block):
         else:
             logits = (query * attn.scale) @ key.transpose(-2, -1)
             if mask is not None:
-                logits = logits.masked_fill(~mask, float("-inf"))
+                logits = logits.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else logits + mask
             x = attn.attn_drop(logits.softmax(dim=-1)) @ value
         return self._project_out(x.transpose(1, 2).flatten(2), normed)
 
@@ -179,11 +206,16 @@ class ViTBlock(Block):
         return attn.q_norm(query), attn.k_norm(key)
 
 
-def _broadcast_mask(mask: Tensor, queries: int) -> Tensor:
-    """[B, M] or [B, K, M] bool as [B, 1, K, M]."""
-    if mask.dim() == 2:
-        mask = mask.unsqueeze(1).expand(-1, queries, -1)
-    return mask.unsqueeze(1)
+def _attention_mask(key_mask: Tensor | None, key_bias: Tensor | None, queries: Tensor) -> Tensor | None:
+    """[B, 1, K, M] as timm's attention takes it, boolean or additive, from key_mask [B, M] or [B, K, M] and key_bias [B, M]."""
+    if key_mask is not None:
+        if key_mask.dim() == 2:
+            key_mask = key_mask.unsqueeze(1).expand(-1, queries.shape[1], -1)
+        key_mask = key_mask.unsqueeze(1)
+    if key_bias is None:
+        return key_mask
+    bias = key_bias.to(queries.dtype)[:, None, None].expand(-1, 1, queries.shape[1], -1)
+    return bias if key_mask is None else bias.masked_fill(~key_mask, float("-inf"))
 
 
 def _prefix_kinds(vit: VisionTransformer) -> tuple[str, ...]:

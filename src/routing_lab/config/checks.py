@@ -144,10 +144,6 @@ def backbone_shape(backbone: BackboneConfig) -> Iterator[Problem]:
         yield Problem.of("backbone.patch_stride", stride, f"must be at most backbone.patch_size={patch}")
     elif patch > size:
         yield Problem.of("backbone.patch_size", patch, f"must be at most backbone.image_size={size}")
-    elif stride is not None and (size - patch) % stride:
-        yield Problem.of(
-            "backbone.patch_stride", stride, f"must divide image_size - patch_size = {size} - {patch} = {size - patch}"
-        )
     if backbone.pool == "token" and not backbone.class_token:
         yield Problem.of("backbone.pool", "token", "needs backbone.class_token=true; use backbone.pool=avg")
     if backbone.distilled and not backbone.class_token:

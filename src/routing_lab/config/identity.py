@@ -10,7 +10,10 @@ from typing import Any
 
 from routing_lab.config.schema import Config, FractionCapacity, Threshold
 
-VOLATILE = ("study", "arm", "name", "rerun", "paths", "wandb", "runtime", "hydra", "data.root", "data.download", "data.memory")
+VOLATILE = (
+    *("method", "study", "arm", "name", "rerun", "paths", "wandb", "runtime", "hydra"),
+    *("data.root", "data.download", "data.memory"),
+)
 """Keys that say where, how fast or why a run is executed, not what is run."""
 
 

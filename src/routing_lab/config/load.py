@@ -55,7 +55,32 @@ def load(
 def check_overrides(composer: Composer, overrides: Sequence[str], facts: BackboneFacts | None = None) -> Loaded:
     """As `load`, with a composer that is there already."""
     config, problems = composer.compose(overrides)
+    data = plain(config)[0]
+    given = {text.partition("=")[0].lstrip("+") for text in overrides}
+    ignored = [key for key in options_of_other_members(data) if key in given]
+    for axis, _, key in (path.partition(".") for path in ignored):
+        member = data[axis]["name"]
+        hint = alternatives(key, MEMBER_MODELS[axis][member].model_fields, "known: ")
+        problems.append(Problem.of(f"{axis}.{key}", data[axis][key], f"{axis}={member} has no such key; {hint}"))
     return _check(config, facts, problems)
+
+
+def options_of_other_members(data: Mapping[str, Any]) -> list[str]:
+    """Keys that a method sets for the member it chooses, while another member of that axis was chosen over it.
+
+    A method is a starting point: `method=evit bypass=drop` leaves the method's `bypass.weights` without a use.
+    """
+    if data.get("method") is None:
+        return []
+    keys = []
+    for axis, models in MEMBER_MODELS.items():
+        node = data.get(axis)
+        if not isinstance(node, Mapping) or node.get("name") not in models:
+            continue
+        own = _keys(models[node["name"]])
+        known = set().union(*(_keys(model) for model in models.values()))
+        keys += [f"{axis}.{key}" for key in node if key in known - own]
+    return keys
 
 
 def check(config: DictConfig | Mapping[str, Any]) -> Loaded:
@@ -72,6 +97,8 @@ def _check(composed: DictConfig, facts: BackboneFacts | None, problems: list[Pro
         composed.pop("hydra", None)
         shapeless = complete_from_timm(composed)
     data, unresolved = plain(composed)
+    for axis, _, key in (path.partition(".") for path in options_of_other_members(data)):
+        data[axis] = {name: value for name, value in data[axis].items() if name != key}
     sections, invalid = _validate(data)
     problems = [*problems, *shapeless]
     covered = {"backbone", "data"} if shapeless else set()
@@ -148,6 +175,10 @@ def _tagged_model(name: str, models: list[type[BaseModel]], tag: Any, value: Map
     if given not in tags:
         raise ConfigError([Problem.of(f"{name}.{tag}", given, alternatives(str(given), tags, "must be one of "))])
     return tags[given]
+
+
+def _keys(model: type[BaseModel]) -> set[str]:
+    return {field.alias or name for name, field in model.model_fields.items()}
 
 
 def _covered(key: str, reported: set[str]) -> bool:

@@ -170,6 +170,21 @@ class MixRouter(AttentionReceivedRouter):
     normalize_input: bool
 
 
+class AttentionVarianceRouter(RouterConfig):
+    """`router=attention_variance`."""
+
+    form: Literal["squared", "absolute", "literal"]
+    query: Literal["cls", "gap", "all"]
+
+
+class AttentionMedADRouter(RouterConfig):
+    """`router=attention_medad`."""
+
+    inner: Literal["heads", "patches", "global"]
+    median: Literal["mid", "lower"]
+    query: Literal["cls", "gap", "all"]
+
+
 class SubspaceRouter(RouterConfig):
     """`router=subspace`."""
 
@@ -249,6 +264,7 @@ class FractionCapacity(CapacityConfig):
     fraction_last: Fraction | None
     depth_schedule: Literal["constant", "linear", "cosine"]
     warmup: float = Field(ge=0, lt=1)
+    warmup_hold: float = Field(ge=0, lt=1)
     warmup_start: Fraction
     warmup_shape: Literal["linear", "cosine"]
     scope: Scope
@@ -259,6 +275,7 @@ class TopK(FractionCapacity):
 
     rounding: Literal["floor", "ceil", "round"]
     count: Literal["current", "initial"]
+    count_prefix: bool
 
 
 class Percentile(FractionCapacity):
@@ -346,6 +363,14 @@ class BypassConfig(Member):
     """Keys that every bypass has."""
 
 
+class Fuse(BypassConfig):
+    """`bypass=fuse`."""
+
+    weights: Literal["score", "softmax", "mean"]
+    temperature: float = Field(gt=0)
+    temperature_unit: Literal["absolute", "spread"]
+
+
 class OutsideBypass(BypassConfig, Outside):
     """A bypass from outside the package."""
 
@@ -366,6 +391,8 @@ MEMBER_MODELS: Mapping[str, Mapping[str, type[Member]]] = MappingProxyType(
             "mlp": MLPRouter,
             "amod": AttentionReceivedRouter,
             "cls_attention": ClassAttentionRouter,
+            "attention_variance": AttentionVarianceRouter,
+            "attention_medad": AttentionMedADRouter,
             "subspace": SubspaceRouter,
             "mix": MixRouter,
             "random": RandomRouter,
@@ -388,7 +415,7 @@ MEMBER_MODELS: Mapping[str, Mapping[str, type[Member]]] = MappingProxyType(
             "trilayer": Interleaved,
             "list": Listed,
         },
-        "bypass": {"skip": BypassConfig, "project": BypassConfig},
+        "bypass": {"skip": BypassConfig, "project": BypassConfig, "drop": BypassConfig, "fuse": Fuse},
         "visibility": {"kept": VisibilityConfig, "all": VisibilityConfig},
     }
 )
@@ -431,6 +458,7 @@ class Config(Strict):
     init: InitConfig
     train: TrainConfig
     seed: Index
+    method: Name | None
     study: Name | None
     arm: Name | None
     name: Name | None

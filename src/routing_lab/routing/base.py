@@ -135,10 +135,18 @@ class Capacity(nn.Module, ABC):
         self.order = order
         self.num_protected = {"none": 0, "class": min(1, len(spec.prefix)), "prefix": len(spec.prefix)}[protect]
 
-    def forward(self, scores: Tensor, state: RunState) -> Selection:
-        """The tokens to keep, from scores [B, N]."""
+    def forward(self, scores: Tensor, state: RunState, valid: Tensor | None = None) -> Selection:
+        """The tokens to keep, from scores [B, N]; valid [B, N] bool is False at padding, which is never kept."""
         scores = scores.detach()
-        return self.select(scores if self.order == "highest" else -scores, state)
+        if self.order == "lowest":
+            scores = -scores
+        if valid is None:
+            return self.select(scores, state)
+        # Samples have different numbers of tokens, and so different budgets: each is selected by itself.
+        mask = torch.zeros_like(valid)
+        for sample, present in enumerate(valid):
+            mask[sample, present] = self.select(scores[sample, present].unsqueeze(0), state).mask().squeeze(0)
+        return Selection.from_mask(mask)
 
     @abstractmethod
     def select(self, scores: Tensor, state: RunState) -> Selection:
@@ -207,6 +215,7 @@ class Block(ABC):
         query_index: Tensor | None = None,
         key_index: Tensor | None = None,
         key_mask: Tensor | None = None,
+        key_bias: Tensor | None = None,
     ) -> Tensor:
         """The attention branch a, without the residual.
 
@@ -215,14 +224,23 @@ class Block(ABC):
             keys: [B, M, D] tokens attended to; None: the queries themselves.
             query_index: [B, K] and key_index: [B, M], positions in the sequence; None: 0 .. N - 1.
             key_mask: [B, M] bool or [B, K, M] bool, True where a query may attend.
+            key_bias: [B, M] added to the logits of each key.
         """
 
     @abstractmethod
     def attend_with_statistics(
-        self, x: Tensor, context: Any, request: StatisticsRequest, projection: Tensor | None = None
+        self,
+        x: Tensor,
+        context: Any,
+        request: StatisticsRequest,
+        *,
+        valid: Tensor | None = None,
+        key_bias: Tensor | None = None,
+        projection: Tensor | None = None,
     ) -> tuple[Tensor, AttentionStatistics]:
-        """`attend(x, context)` bit by bit, and the requested statistics of its map.
+        """`attend(x, context, key_mask=valid, key_bias=key_bias)` bit by bit, and the requested statistics of its map.
 
+        valid: [B, N] bool, False at padding. key_bias: [B, N] added to the logits of each key.
         projection: [2 H d, D] standard normal; if given, the statistics are those of the map whose queries and keys are
         projected by it, scaled to the spread of the trained weights (`router.attention=random`).
         """
@@ -237,12 +255,14 @@ class Block(ABC):
         keys: Tensor | None = None,
         query_index: Tensor | None = None,
         key_index: Tensor | None = None,
-        valid: Tensor | None = None,
+        query_valid: Tensor | None = None,
+        key_valid: Tensor | None = None,
+        key_bias: Tensor | None = None,
         projection: Tensor | None = None,
     ) -> AttentionStatistics:
         """Statistics of the map of `queries` [B, K, D] over `keys` [B, M, D]; None: over the queries themselves.
 
-        valid: [B, K] bool, False at padding among the queries.
+        query_valid: [B, K], key_valid: [B, M] bool, False at padding. key_bias: [B, M] added to the logits of each key.
         """
 
     @abstractmethod
@@ -255,7 +275,7 @@ class Block(ABC):
 
 
 class Bypass(nn.Module, ABC):
-    """The fate of tokens that were not kept: what is added to them instead of the update."""
+    """The fate of tokens that were not kept. Bypassed tokens stay (`update`), or they are removed (`Reduction`)."""
 
     traits: ClassVar[BypassTraits] = BypassTraits()
     identity: ClassVar[bool] = False
@@ -263,7 +283,30 @@ class Bypass(nn.Module, ABC):
 
     @abstractmethod
     def update(self, x: Tensor, block: Block) -> Tensor:
-        """What bypassed tokens x [B, R, D] get added."""
+        """What bypassed tokens x [B, R, D] get added instead of the update of kept ones."""
+
+
+class Reduction(nn.Module, ABC):
+    """A fate that removes tokens for good: later layers see what `reduce` returns."""
+
+    traits: ClassVar[BypassTraits] = BypassTraits(removes=True)
+
+    def request(self) -> StatisticsRequest | None:
+        """What this reduction needs of the layer's own attention map."""
+        return None
+
+    @abstractmethod
+    def reduce(
+        self, tokens: Tokens, selection: Selection, scores: Tensor, attention: AttentionStatistics | None
+    ) -> Tokens:
+        """The tokens that remain: the kept ones first and in order, then new ones that stand for removed tokens.
+
+        Args:
+            tokens: with sub-layer `mlp` the tokens after attention and its residual; with `block` those that entered.
+            selection: the kept tokens.
+            scores: [B, N].
+            attention: what `request` asked for.
+        """
 
 
 @dataclass
@@ -277,6 +320,9 @@ class LayerTrace:
         tokens: number of tokens that leave the layer.
         origin: [B, N] int64, patch that each entering token came from, -1 where it has none.
         gate: [B, K] multiplier of the kept tokens' update, None where nothing was multiplied.
+        source: [B, N0] int64, for each token that entered the first layer the position, among those that leave this
+            layer, of the token that stands for it, -1 where none does; None while no token has been removed.
+        size: [B, tokens] how many of the first tokens each leaving token stands for; None while each stands for itself.
     """
 
     scores: Tensor | None
@@ -285,6 +331,8 @@ class LayerTrace:
     tokens: int
     origin: Tensor
     gate: Tensor | None = None
+    source: Tensor | None = None
+    size: Tensor | None = None
 
 
 @dataclass

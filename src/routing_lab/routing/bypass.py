@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
+import torch
 from torch import Tensor
 
+from routing_lab.attention import AttentionStatistics
 from routing_lab.routing import members
-from routing_lab.routing.base import Block, Bypass
+from routing_lab.routing.base import Block, Bypass, Reduction
 from routing_lab.routing.members import BypassTraits
+from routing_lab.routing.tokens import Selection, Tokens
 
 
 class Skip(Bypass):
@@ -28,3 +31,78 @@ class Project(Bypass):
 
     def update(self, x: Tensor, block: Block) -> Tensor:
         return block.project(x)
+
+
+class Drop(Reduction):
+    """Removal: bypassed tokens are gone for good (DynamicViT at inference, EViT without fusion)."""
+
+    traits: ClassVar[BypassTraits] = members.BYPASSES["drop"]
+
+    def reduce(
+        self, tokens: Tokens, selection: Selection, scores: Tensor, attention: AttentionStatistics | None
+    ) -> Tokens:
+        return tokens.keep(selection)
+
+
+class Fuse(Reduction):
+    """Removal, with one fused token appended last: x_f = sum_p w_p x_p over the removed tokens p.
+
+    The fused token passes the rest of the layer, and is an ordinary token afterwards, which a later layer may remove.
+    Without removed tokens there is no fused one.
+
+    Args:
+        weights: `score`: w_p = r_p, not normalised (EViT); `softmax`: softmax over the removed tokens of r_p / T
+            (attention-variance pruning, Eq. 8); `mean`: equal weights.
+        temperature: T of the softmax.
+        temperature_unit: `absolute`, or `spread`: T is multiplied by the standard deviation of the removed tokens' scores
+            in each sample.
+    """
+
+    traits: ClassVar[BypassTraits] = members.BYPASSES["fuse"]
+
+    def __init__(
+        self,
+        *,
+        weights: Literal["score", "softmax", "mean"] = "score",
+        temperature: float = 1.0,
+        temperature_unit: Literal["absolute", "spread"] = "absolute",
+    ) -> None:
+        super().__init__()
+        self.weights = weights
+        self.temperature = temperature
+        self.temperature_unit = temperature_unit
+
+    def reduce(
+        self, tokens: Tokens, selection: Selection, scores: Tensor, attention: AttentionStatistics | None
+    ) -> Tokens:
+        removed = ~selection.mask()
+        if tokens.valid is not None:
+            removed = removed & tokens.valid
+        kept = tokens.keep(selection)
+        if selection.keeps_all:
+            return kept
+        weight = self.fusion_weights(scores, removed)
+        ragged = selection.valid is not None or tokens.valid is not None
+        present = tokens.sources().clamp_min(0)
+        return kept.append(
+            x=(weight.to(tokens.x.dtype).unsqueeze(1) @ tokens.x).squeeze(1),
+            size=(tokens.sizes() * removed).sum(dim=1),
+            stands_for=removed.gather(1, present) & (tokens.sources() >= 0),
+            valid=removed.any(dim=1) if ragged else None,
+        )
+
+    def fusion_weights(self, scores: Tensor, removed: Tensor) -> Tensor:
+        """[B, N] weight of each token in the fused one, zero for kept tokens; scores [B, N], removed [B, N] bool."""
+        if self.weights == "score":
+            return scores * removed
+        count = removed.sum(dim=1, keepdim=True).clamp_min(1)
+        if self.weights == "mean":
+            return removed.to(scores.dtype) / count
+        temperature: Tensor | float = self.temperature
+        if self.temperature_unit == "spread":
+            mean = (scores * removed).sum(dim=1, keepdim=True) / count
+            spread = (((scores - mean) * removed).square().sum(dim=1, keepdim=True) / count).sqrt()
+            temperature = temperature * spread.clamp_min(torch.finfo(scores.dtype).tiny)
+        nobody = ~removed.any(dim=1, keepdim=True)
+        logits = (scores / temperature).masked_fill(~(removed | nobody), float("-inf"))
+        return torch.softmax(logits, dim=1) * removed

@@ -30,7 +30,9 @@ class FractionCapacity(Capacity):
         fraction_last: with depth_schedule, the fraction of the last routed layer.
         depth_schedule: `constant`, or from `fraction` at the first routed layer to `fraction_last` at the last,
             `linear` or along half a `cosine`.
-        warmup: part of training, in [0, 1), over which the fraction moves from `warmup_start` to its value.
+        warmup: part of training, in [0, 1), after which the fraction has its value; before, it moves there from
+            `warmup_start`.
+        warmup_hold: part of training, below warmup, in which the fraction stays at `warmup_start` before it moves.
         warmup_start: fraction at the start of training.
         warmup_shape: `linear` or `cosine`.
         scope: the budget holds in every `sample`, or over the `batch`, where samples may keep different numbers.
@@ -45,6 +47,7 @@ class FractionCapacity(Capacity):
         fraction_last: float | None = None,
         depth_schedule: Literal["constant", "linear", "cosine"] = "constant",
         warmup: float = 0.0,
+        warmup_hold: float = 0.0,
         warmup_start: float = 1.0,
         warmup_shape: Shape = "linear",
         scope: Literal["sample", "batch"] = "sample",
@@ -53,6 +56,7 @@ class FractionCapacity(Capacity):
         super().__init__(spec, **common)
         self.fraction = layer_fraction(fraction, spec.rank, spec.num_routed, fraction_last, depth_schedule)
         self.warmup = warmup
+        self.warmup_hold = warmup_hold
         self.warmup_start = warmup_start
         self.warmup_shape: Shape = warmup_shape
         self.scope = scope
@@ -61,7 +65,8 @@ class FractionCapacity(Capacity):
         """The fraction in force when training has come as far as `progress` in [0, 1]."""
         if progress >= self.warmup:
             return self.fraction
-        return _between(self.warmup_start, self.fraction, progress / self.warmup, self.warmup_shape)
+        position = max(0.0, progress - self.warmup_hold) / (self.warmup - self.warmup_hold)
+        return _between(self.warmup_start, self.fraction, position, self.warmup_shape)
 
 
 class TopK(FractionCapacity):
@@ -70,6 +75,8 @@ class TopK(FractionCapacity):
     Args:
         rounding: `floor`, `ceil` or `round` (half up) of fraction x N.
         count: N is the number of tokens that enter the layer (`current`) or that entered the first layer (`initial`).
+        count_prefix: whether the prefix tokens count in N and in k; if not, k patches are kept besides those protected
+            (EViT, DynamicViT).
         others: as for every capacity with a fraction.
     """
 
@@ -81,16 +88,19 @@ class TopK(FractionCapacity):
         *,
         rounding: Rounding = "floor",
         count: Literal["current", "initial"] = "current",
+        count_prefix: bool = True,
         **options: Any,
     ) -> None:
         super().__init__(spec, **options)
         self.rounding: Rounding = rounding
         self.count = count
+        self.num_uncounted = 0 if count_prefix else len(spec.prefix)
 
     def select(self, scores: Tensor, state: RunState) -> Selection:
         batch, tokens = scores.shape
-        base = tokens if self.count == "current" else state.initial_tokens
+        base = (tokens if self.count == "current" else state.initial_tokens) - self.num_uncounted
         kept = round_count(self.current_fraction(state.progress) * base, self.rounding)
+        kept += min(self.num_uncounted, self.num_protected)
         kept = min(max(kept, self.num_protected, 1), tokens)
         if kept == tokens:
             return Selection.first(batch, tokens, tokens, scores.device)

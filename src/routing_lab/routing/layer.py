@@ -1,7 +1,7 @@
 """The routed layer: the one place where router, capacity, scaling, bypass and visibility meet.
 
     y_i = x_i + g(r_i) u_i(x_kept)     for kept tokens
-    y_i = bypass(x_i)                  for the others
+    y_i = bypass(x_i)                  for the others, unless the bypass removes them
 
 with u the update of the routed sub-layer (the whole block, its attention or its MLP).
 
@@ -11,13 +11,25 @@ Shape legend: B batch, N tokens that entered the layer, K kept tokens, H heads, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from routing_lab.attention import AttentionStatistics, StatisticsRequest
-from routing_lab.routing.base import Block, Bypass, Capacity, Gates, LayerTrace, Router, RouterInput, RunState, Scaling
+from routing_lab.routing.base import (
+    Block,
+    Bypass,
+    Capacity,
+    Gates,
+    LayerTrace,
+    Reduction,
+    Router,
+    RouterInput,
+    RunState,
+    Scaling,
+)
 from routing_lab.routing.members import SubLayer
 from routing_lab.routing.routers import Corruption
 from routing_lab.routing.tokens import Selection, Tokens
@@ -26,6 +38,24 @@ from routing_lab.routing.visibility import Visibility
 Execution = Literal["gather", "mask"]
 SelectionEdit = Callable[[Tensor, Selection], Selection]
 """Replaces the selection made from scores [B, N]."""
+
+
+@dataclass
+class Maps:
+    """What a layer is told about attention maps, and what is wanted of its own.
+
+    Args:
+        source: statistics of the source layer's map, aligned with the entering tokens; None: the router needs none, or the
+            source is this layer itself (`own`).
+        own: this layer is its own source.
+        request: statistics of this layer's own map that its own or later layers need.
+        projection: random queries and keys for these statistics, see `Block.attend_with_statistics`.
+    """
+
+    source: AttentionStatistics | None = None
+    own: bool = False
+    request: StatisticsRequest | None = None
+    projection: Tensor | None = None
 
 
 class RoutedLayer(nn.Module):
@@ -37,7 +67,8 @@ class RoutedLayer(nn.Module):
         sublayer: what is routed: the whole `block`, its `attention` (the MLP then runs on every token) or its `mlp` (attention
             runs on every token, and tokens are selected after it).
         corruption: spoils the router's scores; None: they are used as they are.
-        execution: `gather` computes kept tokens only; `mask` computes every token and discards, the slow reference.
+        execution: `gather` computes kept tokens only; `mask` computes every token and discards, the slow reference. A
+            bypass that removes tokens always gathers.
     """
 
     def __init__(
@@ -45,7 +76,7 @@ class RoutedLayer(nn.Module):
         router: Router,
         capacity: Capacity,
         scaling: Scaling,
-        bypass: Bypass,
+        bypass: Bypass | Reduction,
         visibility: Visibility,
         sublayer: SubLayer = "block",
         corruption: Corruption | None = None,
@@ -66,11 +97,8 @@ class RoutedLayer(nn.Module):
         tokens: Tokens,
         block: Block,
         context: Any,
-        attention: AttentionStatistics | None,
+        maps: Maps,
         state: RunState,
-        request: StatisticsRequest | None = None,
-        projection: Tensor | None = None,
-        own_attention: bool = False,
         edit: SelectionEdit | None = None,
     ) -> tuple[Tokens, LayerTrace, Statistics | None]:
         """One routed layer.
@@ -79,40 +107,64 @@ class RoutedLayer(nn.Module):
             tokens: what enters.
             block: the backbone's block.
             context: what the backbone's blocks share in this forward (rotary angles, masks).
-            attention: statistics of the source layer's map, aligned with `tokens`.
+            maps: attention maps.
             state: the run's state.
-            request: statistics of this layer's own map that are needed, here or in a later layer.
-            projection: random queries and keys for these statistics, see `Block.attend_with_statistics`.
-            own_attention: this layer is its own source (sublayer=mlp).
             edit: replaces the selection that the capacity makes.
 
         Returns the tokens that leave, the trace, and the requested statistics of this layer's map.
         """
         if self.sublayer == "mlp":
-            h, statistics = _attend_all(tokens, block, context, request, projection)
-            seen = tokens.with_x(h)
-            if own_attention and statistics is not None:
-                attention = statistics.values
-            scores, selection = self._select(seen, attention, state, edit)
-            gates = self.scaling(scores, selection)
-            y = self._route(seen, selection, gates, lambda x, _: block.mlp(x), block)
-            return seen.with_x(y), self._trace(seen, scores, selection, gates), statistics
-
+            return self._route_mlp(tokens, block, context, maps, state, edit)
+        attention = maps.source
+        statistics = None
+        if maps.own:
+            statistics = Statistics(_statistics(tokens, block, context, maps), None)
+            attention = statistics.values
         scores, selection = self._select(tokens, attention, state, edit)
         gates = self.scaling(scores, selection)
-        statistics = None
-        if request is not None:
-            statistics = self._own_statistics(tokens, selection, block, context, request, projection)
+        if maps.request is not None and statistics is None:
+            statistics = self._own_statistics(tokens, selection, block, context, maps)
+
+        if isinstance(self.bypass, Reduction):
+            left = self.bypass.reduce(tokens, selection, scores, attention)
+            update = self._attend_reduced(tokens, left, block, context)
+            y = self._combine(left.x, update, _gate_of_reduced(gates, selection, left), block, then_mlp=True)
+            return left.with_x(y), _trace(tokens, left, scores, selection, gates), statistics
 
         def attend(x_kept: Tensor, everyone: bool) -> Tensor:
-            return self._attend(tokens.x, x_kept, selection, block, context, everyone)
+            return self._attend(tokens, x_kept, selection, block, context, everyone)
 
         if self.sublayer == "attention":
-            h = self._route(tokens, selection, gates, attend, block)
+            h = self._route(tokens.x, selection, gates, attend, block)
             y = h + block.mlp(h)
         else:
-            y = self._route(tokens, selection, gates, attend, block, then_mlp=True)
-        return tokens.with_x(y), self._trace(tokens, scores, selection, gates), statistics
+            y = self._route(tokens.x, selection, gates, attend, block, then_mlp=True)
+        left = tokens.with_x(y)
+        return left, _trace(tokens, left, scores, selection, gates), statistics
+
+    def _route_mlp(
+        self,
+        tokens: Tokens,
+        block: Block,
+        context: Any,
+        maps: Maps,
+        state: RunState,
+        edit: SelectionEdit | None,
+    ) -> tuple[Tokens, LayerTrace, Statistics | None]:
+        """Attention on every token, then selection, then the MLP."""
+        h, statistics = attend_all(tokens, block, context, maps.request, maps.projection)
+        seen = tokens.with_x(h)
+        attention = statistics.values if maps.own and statistics is not None else maps.source
+        scores, selection = self._select(seen, attention, state, edit)
+        gates = self.scaling(scores, selection)
+        if isinstance(self.bypass, Reduction):
+            left = self.bypass.reduce(seen, selection, scores, statistics.values if statistics is not None else None)
+            gate = _gate_of_reduced(gates, selection, left)
+            y = self._combine(left.x, block.mlp(left.x), gate, block)
+        else:
+            left = seen
+            y = self._route(h, selection, gates, lambda x, _: block.mlp(x), block)
+        return left.with_x(y), _trace(seen, left, scores, selection, gates), statistics
 
     def _select(
         self, tokens: Tokens, attention: AttentionStatistics | None, state: RunState, edit: SelectionEdit | None
@@ -121,20 +173,20 @@ class RoutedLayer(nn.Module):
         scores = self.router(inputs)
         if self.corruption is not None:
             scores = self.corruption(scores, inputs)
-        selection = self.capacity(scores, state)
+        selection = self.capacity(scores, state, tokens.valid)
         return scores, selection if edit is None else edit(scores, selection)
 
     def _route(
         self,
-        tokens: Tokens,
+        x: Tensor,
         selection: Selection,
         gates: Gates,
-        branch: Any,
+        branch: Callable[[Tensor, bool], Tensor],
         block: Block,
         then_mlp: bool = False,
     ) -> Tensor:
         """x with `branch` (and with `then_mlp` the MLP after it) applied to kept tokens, and the bypass to the others."""
-        x = tokens.x
+        assert isinstance(self.bypass, Bypass)
         if gates.every_token or self.execution == "mask":
             return self._route_masked(x, selection, gates, branch, block, then_mlp)
         y = x
@@ -150,8 +202,15 @@ class RoutedLayer(nn.Module):
         return rest.scatter(y, x_rest + _times(self.bypass.update(x_rest, block), gate))
 
     def _route_masked(
-        self, x: Tensor, selection: Selection, gates: Gates, branch: Any, block: Block, then_mlp: bool
+        self,
+        x: Tensor,
+        selection: Selection,
+        gates: Gates,
+        branch: Callable[[Tensor, bool], Tensor],
+        block: Block,
+        then_mlp: bool,
     ) -> Tensor:
+        assert isinstance(self.bypass, Bypass)
         y = self._combine(x, branch(x, True), gates.kept, block, then_mlp)
         rest = x
         if not self.bypass.identity:
@@ -161,7 +220,7 @@ class RoutedLayer(nn.Module):
             rest = x + update
         return y if gates.every_token else torch.where(selection.mask().unsqueeze(-1), y, rest)
 
-    def _combine(self, x: Tensor, update: Tensor, gate: Tensor | None, block: Block, then_mlp: bool) -> Tensor:
+    def _combine(self, x: Tensor, update: Tensor, gate: Tensor | None, block: Block, then_mlp: bool = False) -> Tensor:
         """x + g (update [+ MLP]), or with target=output x + g (x + update [+ MLP])."""
         if gate is None and self.scaling.target == "update":
             h = x + update  # the dense block's own order of additions, so that keeping everything is the dense block
@@ -173,112 +232,187 @@ class RoutedLayer(nn.Module):
         return x + _times(update, gate)
 
     def _attend(
-        self, x: Tensor, queries: Tensor, selection: Selection, block: Block, context: Any, everyone: bool
+        self, tokens: Tokens, queries: Tensor, selection: Selection, block: Block, context: Any, everyone: bool
     ) -> Tensor:
         """The attention branch of `queries`: the kept tokens, or every token (`everyone`)."""
+        x, bias = tokens.x, tokens.key_bias()
         if self.all_keys or selection.keeps_all:
             if everyone or selection.keeps_all:
-                return block.attend(queries, context)
-            return block.attend(queries, context, keys=x, query_index=selection.index)
+                return block.attend(queries, context, key_mask=tokens.valid, key_bias=bias)
+            return block.attend(
+                queries, context, keys=x, query_index=selection.index, key_mask=tokens.valid, key_bias=bias
+            )
         if everyone:
             # A token that is not kept sees itself besides, so that no row of the map is empty.
             own = torch.eye(selection.num_tokens, dtype=torch.bool, device=x.device)
-            return block.attend(queries, context, key_mask=selection.mask().unsqueeze(1) | own)
-        mask = None if selection.valid is None else _never_empty(selection.valid)
-        return block.attend(queries, context, query_index=selection.index, key_index=selection.index, key_mask=mask)
+            return block.attend(queries, context, key_mask=selection.mask().unsqueeze(1) | own, key_bias=bias)
+        index = selection.index
+        return block.attend(
+            queries,
+            context,
+            query_index=index,
+            key_index=index,
+            key_mask=None if selection.valid is None else _never_empty(selection.valid),
+            key_bias=None if bias is None else selection.gather(bias),
+        )
+
+    def _attend_reduced(self, tokens: Tokens, left: Tokens, block: Block, context: Any) -> Tensor:
+        if self.all_keys:
+            return block.attend(
+                left.x, context, keys=tokens.x, key_mask=tokens.valid, key_bias=tokens.key_bias()
+            )
+        return block.attend(left.x, context, key_mask=left.valid, key_bias=left.key_bias())
 
     def _own_statistics(
-        self,
-        tokens: Tokens,
-        selection: Selection,
-        block: Block,
-        context: Any,
-        request: StatisticsRequest,
-        projection: Tensor | None,
+        self, tokens: Tokens, selection: Selection, block: Block, context: Any, maps: Maps
     ) -> Statistics:
         """Statistics of this routed layer's map; with visibility=kept it lacks the tokens that were not kept."""
+        assert maps.request is not None
+        bias = tokens.key_bias()
         kept, index = selection.gather(tokens.x), selection.index
         if self.all_keys:
             values = block.statistics(
                 kept,
                 context,
-                request,
+                maps.request,
                 keys=tokens.x,
                 query_index=index,
-                valid=selection.valid,
-                projection=projection,
+                query_valid=selection.valid,
+                key_valid=tokens.valid,
+                key_bias=bias,
+                projection=maps.projection,
             )
             return Statistics(values, None)
         values = block.statistics(
             kept,
             context,
-            request,
+            maps.request,
             query_index=index,
             key_index=index,
-            valid=selection.valid,
-            projection=projection,
+            query_valid=selection.valid,
+            key_bias=None if bias is None else selection.gather(bias),
+            projection=maps.projection,
         )
         return Statistics(values, None if selection.keeps_all else selection)
 
-    def _trace(self, tokens: Tokens, scores: Tensor, selection: Selection, gates: Gates) -> LayerTrace:
-        return LayerTrace(
-            scores=scores,
-            kept=selection.padded_index(),
-            counts=selection.counts(),
-            tokens=tokens.x.shape[1],
-            origin=tokens.origins(),
-            gate=None if gates.kept is None else selection.gather(gates.kept),
-        )
 
-
+@dataclass
 class Statistics:
     """Statistics of one layer's map and the tokens they cover.
 
     Args:
-        values: per head, aligned with the covered tokens.
+        values: aligned with the covered tokens.
         covered: the tokens that took part in attention; None: all.
     """
 
-    def __init__(self, values: AttentionStatistics, covered: Selection | None) -> None:
-        self.values = values
-        self.covered = covered
+    values: AttentionStatistics
+    covered: Selection | None
 
     def filled(self, policy: str, previous: AttentionStatistics | None) -> AttentionStatistics:
-        """The statistics aligned with all tokens.
+        """The statistics aligned with all tokens that entered the layer.
 
         Tokens that took no part get zero (`zero`), the mean over those that did (`mean`), or the value they had in the
         latest map that covered them (`carry`; zero before there is one).
         """
-        if self.covered is None:
+        covered = self.covered
+        if covered is None:
             return self.values
-        return AttentionStatistics(
-            received=_filled(self.values.received, self.covered, policy, previous and previous.received),
-            class_row=_filled(self.values.class_row, self.covered, policy, previous and previous.class_row),
-        )
+        return _mapped(self.values, lambda name, value: _filled(name, value, covered, policy, previous))
 
 
-def _filled(value: Tensor | None, covered: Selection, policy: str, previous: Tensor | None) -> Tensor | None:
-    if value is None:
+def follow_statistics(statistics: AttentionStatistics, before: Tokens, after: Tokens) -> AttentionStatistics:
+    """Statistics that were aligned with the tokens before a removal, aligned with those after it.
+
+    A token that stands for several gets the value of the last of them.
+    """
+    if after.source is None or after is before:
+        return statistics
+    batch, tokens = after.x.shape[:2]
+    position = torch.full((batch, tokens + 1), -1, device=after.x.device)
+    moved = after.sources().masked_fill(after.sources() < 0, tokens)
+    position = position.scatter_reduce(1, moved, before.sources(), "amax")[:, :tokens]
+
+    def taken(name: str, value: Tensor) -> Tensor:
+        rows = _tokens_first(name, value)
+        index = position.clamp_min(0).view(batch, tokens, *[1] * (rows.dim() - 2)).expand(-1, -1, *rows.shape[2:])
+        present = (position >= 0).view(batch, tokens, *[1] * (rows.dim() - 2))
+        return _tokens_first(name, rows.gather(1, index) * present)
+
+    return _mapped(statistics, taken)
+
+
+def attend_all(
+    tokens: Tokens, block: Block, context: Any, request: StatisticsRequest | None, projection: Tensor | None = None
+) -> tuple[Tensor, Statistics | None]:
+    """x + a(x) for every token, and the requested statistics of the map."""
+    if request is None:
+        update = block.attend(tokens.x, context, key_mask=tokens.valid, key_bias=tokens.key_bias())
+        return tokens.x + update, None
+    update, values = block.attend_with_statistics(
+        tokens.x, context, request, valid=tokens.valid, key_bias=tokens.key_bias(), projection=projection
+    )
+    return tokens.x + update, Statistics(values, None)
+
+
+def _statistics(tokens: Tokens, block: Block, context: Any, maps: Maps) -> AttentionStatistics:
+    assert maps.request is not None
+    return block.statistics(
+        tokens.x,
+        context,
+        maps.request,
+        query_valid=tokens.valid,
+        key_bias=tokens.key_bias(),
+        projection=maps.projection,
+    )
+
+
+def _trace(entered: Tokens, left: Tokens, scores: Tensor, selection: Selection, gates: Gates) -> LayerTrace:
+    return LayerTrace(
+        scores=scores,
+        kept=selection.padded_index(),
+        counts=selection.counts(),
+        tokens=left.x.shape[1],
+        origin=entered.origins(),
+        gate=None if gates.kept is None else selection.gather(gates.kept),
+        source=left.source,
+        size=left.size,
+    )
+
+
+def _gate_of_reduced(gates: Gates, selection: Selection, left: Tokens) -> Tensor | None:
+    """[B, N'] the gate of each remaining token: of a kept one its own, of one that stands for removed tokens one."""
+    if gates.kept is None:
         return None
-    rows = value.transpose(1, 2)  # [B, K, H]
-    shape = (rows.shape[0], covered.num_tokens, rows.shape[2])
+    gate = selection.gather(gates.kept)
+    return nn.functional.pad(gate, (0, left.x.shape[1] - gate.shape[1]), value=1.0)
+
+
+def _mapped(statistics: AttentionStatistics, change: Callable[[str, Tensor], Tensor]) -> AttentionStatistics:
+    changed = {}
+    for item in fields(statistics):
+        value = getattr(statistics, item.name)
+        changed[item.name] = None if value is None else change(item.name, value)
+    return AttentionStatistics(**changed)
+
+
+def _tokens_first(name: str, value: Tensor) -> Tensor:
+    """[B, N, ...] from a statistic, and back: those per head are [B, H, N]."""
+    return value.transpose(1, 2) if name in ("received", "class_row") else value
+
+
+def _filled(name: str, value: Tensor, covered: Selection, policy: str, previous: AttentionStatistics | None) -> Tensor:
+    rows = _tokens_first(name, value)  # [B, K, ...]
+    shape = (rows.shape[0], covered.num_tokens, *rows.shape[2:])
     if policy == "carry" and previous is not None:
-        base = previous.transpose(1, 2)
+        base = _tokens_first(name, getattr(previous, name))
     elif policy == "mean":
-        weight = torch.ones_like(rows[..., :1]) if covered.valid is None else covered.valid.unsqueeze(-1).to(rows.dtype)
+        weight = torch.ones_like(rows)
+        if covered.valid is not None:
+            weight = weight * covered.valid.view(*covered.valid.shape, *[1] * (rows.dim() - 2))
         base = ((rows * weight).sum(dim=1, keepdim=True) / weight.sum(dim=1, keepdim=True).clamp_min(1)).expand(shape)
     else:
         base = rows.new_zeros(shape)
-    return covered.scatter(base.contiguous(), rows).transpose(1, 2)
-
-
-def _attend_all(
-    tokens: Tokens, block: Block, context: Any, request: StatisticsRequest | None, projection: Tensor | None
-) -> tuple[Tensor, Statistics | None]:
-    if request is None:
-        return tokens.x + block.attend(tokens.x, context), None
-    update, values = block.attend_with_statistics(tokens.x, context, request, projection)
-    return tokens.x + update, Statistics(values, None)
+    return _tokens_first(name, covered.scatter(base.contiguous(), rows))
 
 
 def _times(update: Tensor, gate: Tensor | None) -> Tensor:

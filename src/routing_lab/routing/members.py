@@ -91,9 +91,14 @@ class CapacityTraits:
 
 @dataclass(frozen=True, slots=True)
 class BypassTraits:
-    """Facts about the fate of a token that was not kept. sublayers: the parts of a block it is defined for."""
+    """Facts about the fate of a token that was not kept.
+
+    sublayers: the parts of a block it is defined for.
+    removes: bypassed tokens are gone for good.
+    """
 
     sublayers: tuple[SubLayer, ...] = SUBLAYERS
+    removes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +136,8 @@ ROUTERS: Mapping[str, RouterTraits] = MappingProxyType(
         "mlp": RouterTraits(learned=True, boundary=0.5, probability=True, positive=True),
         "amod": RouterTraits(attention=RECEIVED, positive=True, unit_mass=True),
         "cls_attention": RouterTraits(attention=CLASS_ROW, positive=True, unit_mass=True, needs_class_token=True),
+        "attention_variance": RouterTraits(attention=CLASS_ROW, positive=True),
+        "attention_medad": RouterTraits(attention=CLASS_ROW, positive=True),
         "subspace": RouterTraits(),
         "mix": RouterTraits(attention=RECEIVED, learned=True),
         "random": RouterTraits(positive=True),
@@ -158,7 +165,12 @@ CAPACITIES: Mapping[str, CapacityTraits] = MappingProxyType(
 )
 
 BYPASSES: Mapping[str, BypassTraits] = MappingProxyType(
-    {"skip": BypassTraits(), "project": BypassTraits(sublayers=("attention",))}
+    {
+        "skip": BypassTraits(),
+        "project": BypassTraits(sublayers=("attention",)),
+        "drop": BypassTraits(sublayers=("block", "mlp"), removes=True),
+        "fuse": BypassTraits(sublayers=("block", "mlp"), removes=True),
+    }
 )
 
 VISIBILITIES: Mapping[str, VisibilityTraits] = MappingProxyType(
@@ -228,6 +240,8 @@ TARGETS: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "mlp": "routing_lab.routing.routers.MLPRouter",
                 "amod": "routing_lab.routing.routers.AttentionReceivedRouter",
                 "cls_attention": "routing_lab.routing.routers.ClassAttentionRouter",
+                "attention_variance": "routing_lab.routing.routers.AttentionVarianceRouter",
+                "attention_medad": "routing_lab.routing.routers.AttentionMedADRouter",
                 "subspace": "routing_lab.routing.routers.SubspaceRouter",
                 "mix": "routing_lab.routing.routers.MixRouter",
                 "random": "routing_lab.routing.routers.RandomRouter",
@@ -255,7 +269,12 @@ TARGETS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             {name: f"routing_lab.routing.members.{function.__name__}" for name, function in PLACEMENTS.items()}
         ),
         "bypass": MappingProxyType(
-            {"skip": "routing_lab.routing.bypass.Skip", "project": "routing_lab.routing.bypass.Project"}
+            {
+                "skip": "routing_lab.routing.bypass.Skip",
+                "project": "routing_lab.routing.bypass.Project",
+                "drop": "routing_lab.routing.bypass.Drop",
+                "fuse": "routing_lab.routing.bypass.Fuse",
+            }
         ),
         "visibility": MappingProxyType(
             {"kept": "routing_lab.routing.visibility.Kept", "all": "routing_lab.routing.visibility.All"}

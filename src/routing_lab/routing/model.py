@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from routing_lab.attention import AttentionStatistics, StatisticsRequest
-from routing_lab.routing.base import Block, LayerTrace, RunState, Trace
-from routing_lab.routing.layer import RoutedLayer, SelectionEdit, Statistics
+from routing_lab.routing.base import Block, LayerTrace, Reduction, RunState, Trace
+from routing_lab.routing.layer import Maps, RoutedLayer, SelectionEdit, Statistics, attend_all, follow_statistics
 from routing_lab.routing.noise import NoiseSource
 from routing_lab.routing.tokens import Tokens
 
@@ -47,8 +47,8 @@ class Backbone(ABC):
         """The block with this zero-based index."""
 
     @abstractmethod
-    def head(self, x: Tensor) -> Any:
-        """The model's output from the tokens [B, N, D] that left the last block."""
+    def head(self, x: Tensor, valid: Tensor | None = None) -> Any:
+        """The model's output from the tokens [B, N, D] that left the last block; valid [B, N] is False at padding."""
 
 
 class RoutedModel(nn.Module):
@@ -135,7 +135,7 @@ class RoutedModel(nn.Module):
 
     def head(self, tokens: Tokens) -> Any:
         """The backbone's output from the tokens that left the last layer."""
-        return self._adapter.head(tokens.x)
+        return self._adapter.head(tokens.x, tokens.valid)
 
     def run_state(
         self, tokens: Tokens, progress: float = 1.0, step: int = 0, sample_ids: Tensor | None = None
@@ -166,29 +166,26 @@ class RoutedModel(nn.Module):
             entered = tokens
             statistics: Statistics | None = None
             if index in self.routed_layers:
+                layer = self.layers[str(index)]
                 source = self.sources.get(index)
-                tokens, part, statistics = self.layers[str(index)](
-                    tokens,
-                    block,
-                    context,
-                    None if source is None else maps.get(source),
-                    state,
-                    request=request,
-                    projection=projection,
-                    own_attention=source == index,
-                    edit=edits.get(index) if edits else None,
-                )
+                if isinstance(layer.bypass, Reduction):
+                    needed = layer.bypass.request()
+                    request = needed if request is None else request.joined(needed)
+                known = Maps(None if source is None else maps.get(source), source == index, request, projection)
+                edit = edits.get(index) if edits else None
+                tokens, part, statistics = layer(tokens, block, context, known, state, edit)
             else:
-                if request is None:
+                if request is None and tokens.valid is None and tokens.key_bias() is None:
                     tokens = tokens.with_x(block.dense(tokens.x, context))
                 else:
-                    update, values = block.attend_with_statistics(tokens.x, context, request, projection)
-                    h = tokens.x + update
+                    h, statistics = attend_all(tokens, block, context, request, projection)
                     tokens = tokens.with_x(h + block.mlp(h))
-                    statistics = Statistics(values, None)
                 part = _dense_trace(entered, tokens)
             if statistics is not None:
                 maps[index] = latest = statistics.filled(self.fill, latest)
+            if tokens.source is not entered.source:
+                maps = {source: follow_statistics(values, entered, tokens) for source, values in maps.items()}
+                latest = None if latest is None else follow_statistics(latest, entered, tokens)
             for source in [source for source, user in last_use.items() if user == index]:
                 maps.pop(source, None)
             trace.layers.append(part)
@@ -221,7 +218,11 @@ def _dense_trace(entered: Tokens, left: Tokens) -> LayerTrace:
     batch, tokens = entered.x.shape[:2]
     everything = torch.arange(tokens, device=entered.x.device).expand(batch, tokens)
     counts = torch.full((batch,), tokens, device=entered.x.device)
-    return LayerTrace(None, everything, counts, left.x.shape[1], entered.origins())
+    if entered.valid is not None:
+        everything, counts = everything.masked_fill(~entered.valid, -1), entered.valid.sum(dim=1)
+    return LayerTrace(
+        None, everything, counts, left.x.shape[1], entered.origins(), source=left.source, size=left.size
+    )
 
 
 def _to_public_names(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:

@@ -135,6 +135,84 @@ class ClassAttentionRouter(Router):
         return reduce_heads(inputs.attention.class_row, self.head_reduction, self.head)
 
 
+class AttentionVarianceRouter(Router):
+    """Spread over heads of the attention each token gets from the class token (2507.19175, Eq. 5 and 6). No parameters.
+
+    With a_h the attention of the query over the tokens in head h and m its mean over heads:
+
+    Args:
+        form: `squared`: 1 / H sum_h (a_h - m)^2, the population variance that Eq. 6 means; `absolute`:
+            1 / H sum_h |a_h - m|; `literal`: Eq. 6 as printed, 1 / H sum_h (a_h - m), which is zero for every token: exactly
+            zero is returned instead of its rounding noise, and the selection is that of the capacity's tie rule.
+        query: whose attention: `cls`, the class token; `gap`, the mean over patches; `all`, the mean over all tokens.
+    """
+
+    traits: ClassVar[RouterTraits] = members.ROUTERS["attention_variance"]
+
+    def __init__(
+        self,
+        spec: LayerSpec,
+        *,
+        form: Literal["squared", "absolute", "literal"] = "squared",
+        query: Literal["cls", "gap", "all"] = "cls",
+    ) -> None:
+        super().__init__(spec)
+        self.form = form
+        self.query = query
+
+    def request(self) -> StatisticsRequest:
+        return _query_request(self.query, self.spec.prefix)
+
+    def score(self, inputs: RouterInput) -> Tensor:
+        attention = _query_attention(inputs)
+        deviation = attention - attention.mean(dim=1, keepdim=True)
+        if self.form == "literal":
+            return torch.zeros_like(attention[:, 0])
+        return (deviation.abs() if self.form == "absolute" else deviation.square()).mean(dim=1)
+
+
+class AttentionMedADRouter(Router):
+    """Median absolute deviation over heads of the class token's attention (2507.19175, Eq. 7). No parameters.
+
+    s_i = median_h |a_hi - c|, with the centre c chosen by `inner`.
+
+    Args:
+        inner: median over `heads` of each token, over `patches` of each head, or `global` over both.
+        median: of an even number of values: `mid`, the mean of the middle two, or `lower`.
+        query: as for `attention_variance`.
+    """
+
+    traits: ClassVar[RouterTraits] = members.ROUTERS["attention_medad"]
+
+    def __init__(
+        self,
+        spec: LayerSpec,
+        *,
+        inner: Literal["heads", "patches", "global"] = "heads",
+        median: Literal["mid", "lower"] = "mid",
+        query: Literal["cls", "gap", "all"] = "cls",
+    ) -> None:
+        super().__init__(spec)
+        self.inner = inner
+        self.median = median
+        self.query = query
+
+    def request(self) -> StatisticsRequest:
+        return _query_request(self.query, self.spec.prefix)
+
+    def score(self, inputs: RouterInput) -> Tensor:
+        attention = _query_attention(inputs)
+        lower = self.median == "lower"
+        patches = attention[..., inputs.tokens.num_prefix :]
+        if self.inner == "heads":
+            centre = _median(attention, 1, lower)
+        elif self.inner == "patches":
+            centre = _median(patches, 2, lower)
+        else:
+            centre = _median(patches.flatten(1), 1, lower).unsqueeze(2)
+        return _median((attention - centre).abs(), 1, lower).squeeze(1)
+
+
 class SubspaceRouter(Router):
     """r_i = mean of the coordinates `dims` of x_i: part of the hidden state read as a logit (Self-Routing). No parameters.
 
@@ -319,6 +397,28 @@ def _router_input(x: Tensor, weight: Tensor, normalize: bool) -> Tensor:
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """A linear map in x's precision, which is at least float32 also in a half-precision model."""
     return nn.functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+def _query_request(query: str, prefix: tuple[str, ...]) -> StatisticsRequest:
+    if query == "cls":
+        return StatisticsRequest(class_row=True)
+    return StatisticsRequest(received=True, skip_queries=tuple(range(len(prefix))) if query == "gap" else ())
+
+
+def _query_attention(inputs: RouterInput) -> Tensor:
+    """[B, H, N] attention of the chosen query to every token."""
+    assert inputs.attention is not None
+    attention = inputs.attention.received if inputs.attention.class_row is None else inputs.attention.class_row
+    assert attention is not None
+    return attention
+
+
+def _median(x: Tensor, dim: int, lower: bool) -> Tensor:
+    """The median along a dimension, which is kept; of an even number of values the mean of the middle two, or the lower."""
+    count = x.shape[dim]
+    ordered = x.sort(dim=dim).values
+    middle = ordered.narrow(dim, (count - 1) // 2, 1)
+    return middle if lower or count % 2 else (middle + ordered.narrow(dim, count // 2, 1)) / 2
 
 
 def _positions(kinds: Sequence[str], prefix: tuple[str, ...]) -> tuple[int, ...]:

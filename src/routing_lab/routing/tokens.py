@@ -8,23 +8,32 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass
 class Tokens:
-    """The token sequence at one depth.
+    """The token sequence at one depth, and what travels with it.
 
     Args:
         x: [B, N, D], the residual stream.
         num_prefix: how many of the first tokens are not patches (class, distillation, registers).
         origin: [B, N] int64, the patch each token came from, -1 for a token without one; None while no token has been
             removed, when token n came from patch n - num_prefix.
+        source: [B, N0] int64, for each token that entered the first layer the position of the token that now stands for
+            it, -1 where none does; None while no token has been removed.
+        size: [B, N], how many of the first tokens each token stands for; None while each stands for itself.
+        valid: [B, N] bool, False at padding, where samples have different numbers of tokens; None when all have N.
+        proportional: attention weighs keys by `size` (ToMe).
     """
 
     x: Tensor
     num_prefix: int = 0
     origin: Tensor | None = None
+    source: Tensor | None = None
+    size: Tensor | None = None
+    valid: Tensor | None = None
+    proportional: bool = False
 
     def with_x(self, x: Tensor) -> Tokens:
         """The same tokens with another residual stream."""
@@ -37,6 +46,72 @@ class Tokens:
         batch, tokens, _ = self.x.shape
         index = torch.arange(-self.num_prefix, tokens - self.num_prefix, device=self.x.device)
         return index.clamp_min(-1).expand(batch, tokens)
+
+    def sources(self) -> Tensor:
+        """[B, N0] int64: for each token that entered the first layer the token that now stands for it, -1 where none does."""
+        if self.source is not None:
+            return self.source
+        batch, tokens, _ = self.x.shape
+        return torch.arange(tokens, device=self.x.device).expand(batch, tokens)
+
+    def sizes(self) -> Tensor:
+        """[B, N]: how many of the first tokens each token stands for."""
+        return self.x.new_ones(self.x.shape[:2]) if self.size is None else self.size
+
+    def key_bias(self) -> Tensor | None:
+        """[B, N] added to the logits of each key: log size under proportional attention, else None."""
+        return self.size.log() if self.proportional and self.size is not None else None
+
+    def keep(self, selection: Selection) -> Tokens:
+        """The tokens that a selection keeps; the others are gone."""
+        if selection.keeps_all:
+            return self
+        valid = selection.valid
+        position = torch.full(self.x.shape[:2], -1, device=self.x.device)
+        kept = torch.arange(selection.index.shape[1], device=self.x.device).expand_as(selection.index)
+        if valid is not None:
+            # Padding repeats some index: it must not overwrite the position of the token that is really kept.
+            position = selection.scatter(position.unsqueeze(-1), kept.unsqueeze(-1)).squeeze(-1)
+        else:
+            position = position.scatter(1, selection.index, kept)
+        return Tokens(
+            x=selection.gather(self.x),
+            num_prefix=self.num_prefix,
+            origin=_padded(selection.gather(self.origins()), valid, -1),
+            source=self.follow(position),
+            size=None if self.size is None else _padded(selection.gather(self.size), valid, 1),
+            valid=valid,
+            proportional=self.proportional,
+        )
+
+    def append(self, x: Tensor, size: Tensor, stands_for: Tensor, valid: Tensor | None = None) -> Tokens:
+        """With one token more at the end.
+
+        Args:
+            x: [B, D], the new token. size: [B], how many of the first tokens it stands for.
+            stands_for: [B, N0] bool, which of them.
+            valid: [B] bool, False in samples that get no new token; None: all do.
+        """
+        last = self.x.shape[1]
+        present = valid
+        if valid is None and self.valid is not None:
+            present = torch.ones_like(self.valid[:, 0])
+        old = self.valid if self.valid is not None else torch.ones(self.x.shape[:2], dtype=torch.bool, device=x.device)
+        return Tokens(
+            x=torch.cat([self.x, x.unsqueeze(1).to(self.x.dtype)], dim=1),
+            num_prefix=self.num_prefix,
+            origin=nn.functional.pad(self.origins(), (0, 1), value=-1),
+            source=self.sources().masked_fill(stands_for, last),
+            size=torch.cat([self.sizes(), size.unsqueeze(1).to(self.x.dtype)], dim=1),
+            valid=None if present is None else torch.cat([old, present.unsqueeze(1)], dim=1),
+            proportional=self.proportional,
+        )
+
+    def follow(self, position: Tensor) -> Tensor:
+        """[B, N0] `sources` after token n moved to position[:, n] (-1: it is gone); position [B, N] int64."""
+        source = self.sources()
+        moved = position.gather(1, source.clamp_min(0))
+        return torch.where(source < 0, source, moved)
 
 
 @dataclass
@@ -122,3 +197,7 @@ class Selection:
     def _rows(self) -> Tensor:
         start = torch.arange(self.index.shape[0], device=self.index.device).unsqueeze(1) * self.num_tokens
         return self.index + start
+
+
+def _padded(x: Tensor, valid: Tensor | None, value: int) -> Tensor:
+    return x if valid is None else x.masked_fill(~valid, value)
