@@ -66,7 +66,8 @@ def write_run(
     label = "-".join(
         f"{key.rsplit('.', 1)[-1]}_{value}" for key, value in changes.items() if key not in ("study", "arm")
     )
-    name = f"{label or 'run'}-s{seed}"
+    study = f"{changes['study']}-" if changes.get("study") else ""
+    name = f"{study}{label or 'run'}-s{seed}"
     folder = root / name
     folder.mkdir(parents=True)
     record = records.new_record(config, run_id=name, name=name, command=f"python -m routing_lab.train seed={seed}")

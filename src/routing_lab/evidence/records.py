@@ -37,7 +37,7 @@ SECTIONS = ("axes", "config", "metrics", "cost", "routing", "environment", "git"
 
 NOT_COMPARED = (
     "seed",
-    *("study", "arm", "name", "rerun", "paths", "wandb", "runtime", "hydra"),
+    *("study", "arm", "name", "method", "rerun", "paths", "wandb", "runtime", "hydra"),
     *("data.root", "data.download", "data.memory"),
 )
 """Config keys that never make two runs different arms: the seed, and whatever is no part of a run's identity."""
@@ -143,7 +143,8 @@ def read_records(root: Path | str) -> list[dict[str, Any]]:
         try:
             records.append(read_record(folder))
         except RecordError as error:
-            records.append(_unreadable(folder, str(error)))
+            # Where the folder stands is no part of what is wrong with it.
+            records.append(_unreadable(folder, str(error).replace(folder + os.sep, "")))
     return sorted(records, key=lambda record: (natural(record["name"]), record["run_id"], record["folder"]))
 
 

@@ -174,7 +174,7 @@ class ScaleSettings(_Strict):
 class Study(_Strict):
     """A study as written in its file. See `load_study`."""
 
-    name: Text
+    name: str = Field(pattern=r"^[A-Za-z0-9_-]+$")
     question: Text
     hypothesis: Hypothesis
     arms: dict[Text, Overrides] = Field(min_length=2)
@@ -296,7 +296,12 @@ def load_study(path: Path | str) -> Study:
         raise StudyError(str(path), [f"not YAML: {' '.join(str(error).split())}"]) from error
     if not isinstance(content, dict):
         raise StudyError(str(path), [f"a mapping of keys is expected, not a {type(content).__name__}"])
-    return parse_study({"name": path.stem, **{str(key): value for key, value in content.items()}})
+    named = {"name": path.stem, **{str(key): value for key, value in content.items()}}
+    if named["name"] != path.stem:
+        raise StudyError(
+            path.stem, [f"name={named['name']!r}: a study is named after its file; {path.stem!r} is expected"]
+        )
+    return parse_study(named)
 
 
 def parse_study(content: Mapping[str, Any]) -> Study:

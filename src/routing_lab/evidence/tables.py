@@ -260,6 +260,24 @@ def difference_note(comparison: Comparison) -> str:
     return "n.s., below the detectable effect" if abs(d.mean) < comparison.detectable else ""
 
 
+def pairwise_table(arms: Sequence[Arm], metric: str, caption: str, level: float = 0.95) -> Table:
+    """Intervals of the difference of every two arms, row minus column, paired by seed; empty where two cannot be
+    compared.
+    """
+    shown = formatting.metric(metric)
+    rows = []
+    for arm in arms:
+        cells: list[Any] = []
+        for other in arms:
+            d = compare(arm, other, metric, level).difference if other is not arm else None
+            cells.append((d.low, d.high) if d is not None else None)
+        rows.append((arm.label, *cells))
+    columns = [Column("arm", "row - column")]
+    columns += [Column(arm.label, arm.label, "interval", shown.kind, is_signed=True) for arm in arms]
+    notes = (f"{_level(level)} of the difference, paired by seed, not adjusted for the number of pairs",)
+    return Table("pairs", f"All pairs: {caption}", tuple(columns), tuple(rows), notes)
+
+
 def win_counts(comparisons: Sequence[Comparison], metric: str) -> dict[str, int]:
     """Wins, ties and losses by interval over the comparisons that could be made with at least three seeds."""
     from routing_lab.evidence import statistics

@@ -1,0 +1,267 @@
+"""Figures of a report: forest plot of differences, Pareto sets, training curves with bands, kept fraction per layer.
+
+Axes are plain: linear, labelled with units, not cut or broken. Arms are told apart by marker and line as well as by
+colour, so that a figure survives a black-and-white printer. A figure becomes SVG text that can stand inside an HTML
+page, with the same bytes for the same numbers.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from html import escape
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+
+from routing_lab.evidence import formatting, statistics
+from routing_lab.evidence.arms import Arm, metric_of
+from routing_lab.evidence.records import read_history
+
+MAX_ROWS = 40
+"""Rows of a forest plot; of more, those with the largest differences are drawn."""
+
+MAX_ARMS = 8
+"""Arms that one figure tells apart."""
+
+_WIDTH = 5.6
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#7f7f7f")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+_LINES = ("-", "--", "-.", ":")
+_STYLE: Any = {
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.8,
+    "axes.grid": True,
+    "grid.color": "#e5e5e5",
+    "grid.linewidth": 0.6,
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "routing_lab",
+}
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A finished figure: SVG text, and the caption that says what it shows."""
+
+    name: str
+    caption: str
+    svg: str
+
+    def _repr_svg_(self) -> str:
+        """What a notebook shows."""
+        return self.svg
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a forest plot."""
+
+    label: str
+    estimate: float
+    low: float
+    high: float
+
+
+def forest(rows: Sequence[Row], metric: str, caption: str, name: str = "forest") -> Drawing | None:
+    """Differences with their intervals around zero; a hollow mark is a single run, without interval. None without
+    rows.
+    """
+    known = [row for row in rows if not math.isnan(row.estimate)]
+    if not known:
+        return None
+    if len(known) > MAX_ROWS:
+        largest = set(sorted(range(len(known)), key=lambda i: -abs(known[i].estimate))[:MAX_ROWS])
+        caption = f"{caption}. The {MAX_ROWS} largest of {len(known)} differences; the table has all"
+        known = [row for i, row in enumerate(known) if i in largest]
+    shown = formatting.metric(metric)
+    figure, axes = _figure(0.9 + 0.26 * len(known))
+    axes.axvline(0, color="#444444", linewidth=0.8)
+    for y, row in enumerate(reversed(known)):
+        has_interval = not math.isnan(row.low)
+        if has_interval:
+            axes.plot([shown.factor * row.low, shown.factor * row.high], [y, y], color=_COLOURS[0], linewidth=1.6)
+        face = _COLOURS[0] if has_interval else "none"
+        axes.plot([shown.factor * row.estimate], [y], "o", color=_COLOURS[0], markerfacecolor=face, markersize=5)
+    axes.set_yticks(range(len(known)), [_short(row.label, 44) for row in reversed(known)])
+    axes.set_ylim(-0.7, len(known) - 0.3)
+    axes.set_xlabel(shown.difference_heading)
+    axes.grid(axis="y", visible=False)
+    return _drawing(figure, name, caption)
+
+
+def pareto(arms: Sequence[Arm], metric: str, cost: str, caption: str, name: str = "pareto") -> Drawing | None:
+    """Quality over measured cost with t intervals; filled: on the front, grey: its band reaches the front, hollow:
+    dominated.
+
+    `cost` is a key as in `Arm.values`. Throughputs (`.../images_per_second`) count as costs that are better when
+    higher. None with fewer than two arms that have both numbers.
+    """
+    points = [arm for arm in arms if arm.values(metric) and arm.values(cost)]
+    if len(points) < 2:
+        return None
+    quality = formatting.metric(metric)
+    is_throughput = cost.endswith("per_second")
+    x = np.array([arm.mean(cost) for arm in points])
+    summaries = [statistics.summarize(list(arm.values(metric).values())) for arm in points]
+    sign = 1 if quality.higher_is_better else -1
+    ends = [sorted((sign * s.low, sign * s.high)) for s in summaries]
+    standings = statistics.pareto(
+        -x if is_throughput else x,
+        [sign * s.mean for s in summaries],
+        [low for low, _ in ends],
+        [high for _, high in ends],
+    )
+    unit, size = _unit(float(np.max(np.abs(x))))
+    figure, axes = _figure(3.6)
+    front = [i for i, point in enumerate(standings) if point.standing == "front"]
+    line = sorted((x[i] / size, quality.factor * summaries[i].mean) for i in front)
+    axes.plot([px for px, _ in line], [py for _, py in line], color="#bbbbbb", linewidth=1.0, zorder=1)
+    named = range(len(points)) if len(points) <= MAX_ARMS else front[:MAX_ARMS]
+    styles = {i: n for n, i in enumerate(named)}
+    for i, (arm, summary, point) in enumerate(zip(points, summaries, standings, strict=True)):
+        style = styles.get(i)
+        colour = _COLOURS[style] if style is not None else "#999999"
+        face = {"front": colour, "tied": "#cccccc", "dominated": "none"}[point.standing]
+        error = quality.factor * (summary.high - summary.mean) if not math.isnan(summary.high) else None
+        axes.errorbar(
+            [x[i] / size],
+            [quality.factor * summary.mean],
+            yerr=error,
+            fmt=_MARKERS[style] if style is not None else ".",
+            color=colour,
+            markerfacecolor=face,
+            markersize=6,
+            elinewidth=1.0,
+            capsize=2,
+            label=_short(arm.label, 48) if style is not None else None,
+        )
+    heading = cost.rsplit("/", 1)[-1].replace("_", " ") if not cost.startswith("cost/macs") else "MACs measured"
+    axes.set_xlabel(f"{heading}{f', {unit}' if unit else ''}")
+    axes.set_ylabel(quality.heading)
+    _legend(figure, axes)
+    return _drawing(figure, name, caption)
+
+
+def curves(arms: Sequence[Arm], metric: str, caption: str, name: str = "curves") -> Drawing | None:
+    """Mean training curve of each arm over its seeds, with a 95 % t band where three seeds or more have a value."""
+    drawn = []
+    for arm in arms:
+        histories = [read_history(record) for record in arm.finished.values()]
+        kept = [history for history in histories if history.get(metric)]
+        if kept:
+            drawn.append((arm, kept))
+        if len(drawn) == MAX_ARMS:
+            break
+    if not drawn:
+        return None
+    shown = formatting.metric(metric)
+    figure, axes = _figure(3.4)
+    for n, (arm, kept) in enumerate(drawn):
+        length = max(len(history[metric]) for history in kept)
+        values = np.full((len(kept), length), math.nan)
+        for row, history in zip(values, kept, strict=True):
+            row[: len(history[metric])] = history[metric]
+        longest = max(kept, key=lambda history: len(history[metric]))
+        epochs = np.array(longest["epoch"]) + 1 if "epoch" in longest else np.arange(1, length + 1)
+        points = [statistics.summarize(column[~np.isnan(column)]) for column in values.T]
+        seen = [i for i, point in enumerate(points) if point.n]
+        mean = shown.factor * np.array([points[i].mean for i in seen])
+        colour, style = _COLOURS[n], _LINES[n % len(_LINES)]
+        axes.plot(epochs[seen], mean, style, color=colour, linewidth=1.4, label=_short(arm.label, 48))
+        banded = [i for i in seen if points[i].n >= statistics.MIN_SEEDS]
+        low = shown.factor * np.array([points[i].low for i in banded])
+        high = shown.factor * np.array([points[i].high for i in banded])
+        axes.fill_between(epochs[banded], low, high, color=colour, alpha=0.15, linewidth=0)
+    axes.set_xlabel("epoch")
+    axes.set_ylabel(shown.heading)
+    _legend(figure, axes)
+    if len(drawn) == MAX_ARMS < len(arms):
+        caption = f"{caption}. The first {MAX_ARMS} of {len(arms)} arms"
+    return _drawing(figure, name, caption)
+
+
+def kept_fractions(arms: Sequence[Arm], caption: str, name: str = "kept") -> Drawing | None:
+    """Fraction of tokens kept at each routed layer (zero-based), measured on the test split."""
+    drawn = [arm for arm in arms if arm.kept_fraction][:MAX_ARMS]
+    if not drawn:
+        return None
+    figure, axes = _figure(3.0)
+    for n, arm in enumerate(drawn):
+        layers, kept = list(arm.kept_fraction), list(arm.kept_fraction.values())
+        style = f"{_MARKERS[n]}{_LINES[n % len(_LINES)]}"
+        axes.plot(layers, kept, style, color=_COLOURS[n], markersize=5, linewidth=1.0, label=_short(arm.label, 48))
+    axes.set_xticks(sorted({layer for arm in drawn for layer in arm.kept_fraction}))
+    axes.set_ylim(0, 1.05)
+    axes.set_xlabel("routed layer (zero-based)")
+    axes.set_ylabel("fraction of tokens kept")
+    _legend(figure, axes)
+    routed = sum(bool(arm.kept_fraction) for arm in arms)
+    if routed > len(drawn):
+        caption = f"{caption}. The first {MAX_ARMS} of {routed} routed arms"
+    return _drawing(figure, name, caption)
+
+
+def has_values(arms: Iterable[Arm], key: str) -> bool:
+    """Whether any finished record has the metric or cost."""
+    return any(not math.isnan(metric_of(record, key)) for arm in arms for record in arm.finished.values())
+
+
+def numbered(drawing: Drawing, prefix: str) -> Drawing:
+    """The drawing with identifiers that start with `prefix`, so that several can stand in one page."""
+    svg = re.sub(r'\bid="', f'id="{prefix}-', drawing.svg)
+    svg = re.sub(r"url\(#", f"url(#{prefix}-", svg)
+    svg = re.sub(r'href="#', f'href="#{prefix}-', svg)
+    return replace(drawing, svg=svg)
+
+
+def _figure(height: float) -> tuple[Figure, Axes]:
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(_WIDTH, height), layout="constrained")
+        FigureCanvasSVG(figure)
+        return figure, figure.add_subplot()
+
+
+def _legend(figure: Figure, axes: Axes) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    if handles:
+        columns = 1 if max(map(len, labels)) > 30 else 2
+        with mpl.rc_context(_STYLE):
+            figure.legend(handles, labels, loc="outside lower left", ncols=columns, frameon=False, fontsize=8)
+            width, height = figure.get_size_inches()
+            figure.set_size_inches(width, height + 0.17 * math.ceil(len(labels) / columns))
+
+
+def _drawing(figure: Figure, name: str, caption: str) -> Drawing:
+    text = io.StringIO()
+    with mpl.rc_context(_STYLE):
+        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    svg = text.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
+    title = f"<title>{escape(caption)}</title>"
+    svg = re.sub(r"(<svg\b)([^>]*>)", lambda m: f'{m[1]} role="img"{m[2]}{title}', svg, count=1)
+    return Drawing(name, caption, svg.rstrip() + "\n")
+
+
+def _unit(largest: float) -> tuple[str, float]:
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if largest >= size:
+            return unit, size
+    return "", 1.0
+
+
+def _short(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[: length - 3]}..."
