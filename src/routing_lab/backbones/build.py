@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from typing import Any
 
 import timm
@@ -91,7 +92,8 @@ def set_patch_stride(vit: VisionTransformer, stride: int) -> None:
 
 def _create(name: str, num_classes: int, pretrained: bool, options: dict[str, Any]) -> nn.Module:
     if not timm.is_model(name.split(".")[0]):
-        close = timm.list_models(f"*{name.split('.')[0][:12]}*", module="vision_transformer")[:5]
+        known = timm.list_models(module=["vision_transformer", "deit"])
+        close = get_close_matches(name.split(".")[0], known, n=5)
         raise ValueError(f"backbone.timm_name = {name}: timm has no such model; similar: {', '.join(close) or 'none'}")
     try:
         return timm.create_model(name, pretrained=pretrained, num_classes=num_classes, **options)
