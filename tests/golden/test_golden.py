@@ -26,14 +26,6 @@ EXACT = 1e-10
 EXECUTIONS = ("gather", "mask")
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def check_vision(case: Case, dtype: torch.dtype) -> None:
     """MoD Eq. 1-2 and A-MoD Eq. 4-5 on a vision transformer."""
     options, routed = case.options, case.options["routed_layers_0based"]

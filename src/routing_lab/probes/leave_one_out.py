@@ -49,7 +49,7 @@ def leave_one_out(
         rows: how many (sample, token) pairs are computed at once.
 
     Returns [B, N] over the tokens that enter `layer` (or the first layer), in the precision of the loss: exactly 0 where
-    the token forced out was bypassed anyway, NaN for prefix tokens under `drop_input`, which no model can do without.
+    the token forced out was bypassed anyway, NaN for prefix tokens under `drop_input`.
 
     Raises:
         ValueError: for an unknown operation, a layer that is not routed, or `drop_input` on a backbone whose blocks
