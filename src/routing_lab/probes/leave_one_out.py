@@ -48,8 +48,8 @@ def leave_one_out(
         sample_ids: as for the model's forward.
         rows: how many (sample, token) pairs are computed at once.
 
-    Returns [B, N] over the tokens that enter `layer` (or the first layer), in the precision of the loss: exactly 0 where
-    the token forced out was bypassed anyway, NaN for prefix tokens under `drop_input`.
+    Returns [B, N] over the tokens that enter `layer` (or the first layer), in the precision of the loss: exactly 0
+    where the token forced out was bypassed anyway, NaN for prefix tokens under `drop_input`.
 
     Raises:
         ValueError: for an unknown operation, a layer that is not routed, or `drop_input` on a backbone whose blocks
@@ -85,8 +85,8 @@ def _importance(
     tokens, context = model.embed(inputs)
     if operation == "drop_input" and context is not None:
         raise ValueError(
-            f"operation = drop_input: the blocks of {type(model.backbone).__name__} compute positions themselves, so that "
-            "the other tokens would move; use force_skip"
+            f"operation = drop_input: the blocks of {type(model.backbone).__name__} compute positions themselves, so "
+            "that the other tokens would move; use force_skip"
         )
     left, trace = model.forward_tokens(tokens, context, model.run_state(tokens, sample_ids=sample_ids))
     full = loss(model.head(left), targets)
