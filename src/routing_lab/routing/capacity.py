@@ -5,7 +5,6 @@ Shape legend: B batch, N tokens, K kept tokens.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from routing_lab.routing import members
 from routing_lab.routing.base import Capacity, LayerSpec, RunState
+from routing_lab.routing.budget import between, layer_fraction, per_layer, quantile_bounds, topk_count
 from routing_lab.routing.members import CapacityTraits
 from routing_lab.routing.tokens import Selection
 
@@ -66,7 +66,7 @@ class FractionCapacity(Capacity):
         if progress >= self.warmup:
             return self.fraction
         position = max(0.0, progress - self.warmup_hold) / (self.warmup - self.warmup_hold)
-        return _between(self.warmup_start, self.fraction, position, self.warmup_shape)
+        return between(self.warmup_start, self.fraction, position, self.warmup_shape)
 
 
 class TopK(FractionCapacity):
@@ -98,10 +98,14 @@ class TopK(FractionCapacity):
 
     def select(self, scores: Tensor, state: RunState) -> Selection:
         batch, tokens = scores.shape
-        base = (tokens if self.count == "current" else state.initial_tokens) - self.num_uncounted
-        kept = round_count(self.current_fraction(state.progress) * base, self.rounding)
-        kept += min(self.num_uncounted, self.num_protected)
-        kept = min(max(kept, self.num_protected, 1), tokens)
+        kept = topk_count(
+            self.current_fraction(state.progress),
+            self.rounding,
+            tokens,
+            base=tokens if self.count == "current" else state.initial_tokens,
+            num_uncounted=self.num_uncounted,
+            num_protected=self.num_protected,
+        )
         if kept == tokens:
             return Selection.first(batch, tokens, tokens, scores.device)
         scores = _protect(scores, self.num_protected)
@@ -158,7 +162,7 @@ class Threshold(Capacity):
 
     def __init__(self, spec: LayerSpec, *, threshold: float | Sequence[float] = 0.5, **common: Any) -> None:
         super().__init__(spec, **common)
-        value = _per_layer(threshold, spec.rank, spec.num_routed, "capacity.threshold")
+        value = per_layer(threshold, spec.rank, spec.num_routed, "capacity.threshold")
         self.threshold = value if self.order == "highest" else -value
 
     def select(self, scores: Tensor, state: RunState) -> Selection:
@@ -183,61 +187,12 @@ class Argmax(Capacity):
         return _keep(scores > self.boundary, self.num_protected)
 
 
-def layer_fraction(
-    fraction: float | Sequence[float], rank: int, num_routed: int, last: float | None = None, schedule: str = "constant"
-) -> float:
-    """The fraction of the routed layer number `rank` out of `num_routed`, from a number, a list or a depth schedule."""
-    if schedule == "constant":
-        return _per_layer(fraction, rank, num_routed, "capacity.fraction")
-    first = _per_layer(fraction, 0, num_routed, "capacity.fraction")
-    if last is None:
-        raise ValueError(f"capacity.depth_schedule = {schedule}: needs capacity.fraction_last, the fraction of the last routed layer")
-    position = rank / (num_routed - 1) if num_routed > 1 else 0.0
-    return _between(first, last, position, schedule)
-
-
 def quantile(scores: Tensor, beta: float, interpolation: Interpolation = "linear") -> Tensor:
-    """[B, 1] the beta-quantile of each row of scores [B, N], as `numpy.quantile`.
-
-    The position beta (N - 1) is computed in double precision and snapped to a whole number that it misses by rounding
-    noise: in single precision a threshold meant to equal a score falls beside it, and the comparison goes wrong.
-    """
+    """[B, 1] the beta-quantile of each row of scores [B, N], as `numpy.quantile`."""
     ordered = scores.sort(dim=1).values
-    position = beta * (scores.shape[1] - 1)
-    if abs(position - round(position)) < 1e-9 * max(1.0, position):
-        position = float(round(position))
-    low, high = math.floor(position), math.ceil(position)
-    if interpolation == "lower":
-        high = low
-    elif interpolation == "higher":
-        low = high
-    elif interpolation == "nearest":
-        low = high = round(position)
-    weight = 0.5 if interpolation == "midpoint" and low != high else position - low
+    low, high, weight = quantile_bounds(beta, scores.shape[1], interpolation)
     below, above = ordered[:, low : low + 1], ordered[:, high : high + 1]
     return below if low == high else torch.lerp(below, above, weight)
-
-
-def round_count(value: float, rounding: str) -> int:
-    """`value` as a whole number of tokens; products that miss a whole number by rounding noise count as that number."""
-    nearest = round(value)
-    if abs(value - nearest) < 1e-9 * max(1.0, abs(value)):
-        return nearest
-    return {"floor": math.floor, "ceil": math.ceil, "round": lambda v: math.floor(v + 0.5)}[rounding](value)
-
-
-def _per_layer(value: float | Sequence[float], rank: int, num_routed: int, key: str) -> float:
-    if isinstance(value, (int, float)):
-        return float(value)
-    if len(value) != num_routed:
-        raise ValueError(f"{key} = {list(value)}: {len(value)} entries for {num_routed} routed layers")
-    return float(value[rank])
-
-
-def _between(start: float, end: float, position: float, shape: str) -> float:
-    if shape == "cosine":
-        position = (1 - math.cos(math.pi * position)) / 2
-    return start + (end - start) * position
 
 
 def _protect(scores: Tensor, num_protected: int) -> Tensor:
