@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from routing_lab.attention import AttentionStatistics, StatisticsRequest
-from routing_lab.routing.members import BypassTraits, CapacityTraits, RouterTraits, ScalingTraits
+from routing_lab.routing.members import BypassTraits, CapacityTraits, RouterTraits, ScalingTraits, ScoreScale
 from routing_lab.routing.noise import NoiseSource
 from routing_lab.routing.tokens import Selection, Tokens
 
@@ -101,16 +101,59 @@ class Router(nn.Module, ABC):
 
     def forward(self, inputs: RouterInput) -> Tensor:
         """`score` in at least float32, whatever the surrounding precision."""
+        return self.read(inputs)[0]
+
+    def read(self, inputs: RouterInput) -> tuple[Tensor, Tensor | None]:
+        """`forward`, and the logits [B, N, E] that a learned router makes its scores of.
+
+        E is 1 where the score is the log odds of keeping, 2 where a router weighs "keep" against "bypass".
+        """
         x = inputs.tokens.x
         with torch.autocast(x.device.type, enabled=False):
-            score = self.score(inputs)
+            score, logits = self.scored(inputs)
         expected = x.shape[:2]
         if score.shape != expected:
             raise ValueError(
                 f"{type(self).__name__}.score returned shape {tuple(score.shape)}; one score per token, "
                 f"{tuple(expected)}, is needed"
             )
-        return score if score.dtype == torch.float64 else score.float()
+        return score if score.dtype == torch.float64 else score.float(), logits
+
+    def scored(self, inputs: RouterInput) -> tuple[Tensor, Tensor | None]:
+        """Scores [B, N] and the logits behind them, None for a router that is not learned."""
+        score = self.score(inputs)
+        return score, log_odds(score, self.traits.scale).unsqueeze(-1) if self.traits.learned else None
+
+
+class TwoWayRouter(Router):
+    """A learned router that weighs "keep" against "bypass" by a softmax over two logits; subclasses implement `logits`.
+
+    The score is the probability of keeping, or its logarithm where `traits.log_probability` says so.
+    """
+
+    @abstractmethod
+    def logits(self, inputs: RouterInput) -> Tensor:
+        """[B, N, 2], those of keeping first."""
+
+    def score(self, inputs: RouterInput) -> Tensor:
+        return self.scored(inputs)[0]
+
+    def scored(self, inputs: RouterInput) -> tuple[Tensor, Tensor]:
+        logits = self.logits(inputs)
+        if self.traits.log_probability:
+            # More digits near probability one than log-softmax has.
+            return nn.functional.logsigmoid(logits[..., 0] - logits[..., 1]), logits
+        return logits.softmax(dim=-1)[..., 0], logits
+
+
+def log_odds(scores: Tensor, scale: ScoreScale) -> Tensor:
+    """log p / (1 - p) of keeping, from scores on the scale that `RouterTraits.scale` names."""
+    if scale == "logit":
+        return scores
+    smallest = torch.finfo(scores.dtype).tiny
+    if scale == "probability":
+        return scores.clamp_min(smallest).log() - (1 - scores).clamp_min(smallest).log()
+    return scores - (-torch.expm1(scores)).clamp_min(smallest).log()
 
 
 class Capacity(nn.Module, ABC):
@@ -323,6 +366,10 @@ class LayerTrace:
         source: [B, N0] int64, for each token that entered the first layer the position, among those that leave this
             layer, of the token that stands for it, -1 where none does; None while no token has been removed.
         size: [B, tokens] how many of the first tokens each leaving token stands for; None while each stands for itself.
+        valid: [B, N] bool, False at padding among the entering tokens; None without padding.
+        logits: [B, N, E] what a learned router made its scores of, see `Router.read`.
+        relaxed: [B, N] the decision as 0 or 1 with a gradient, where the capacity or the bypass makes one in training.
+        fraction: the fraction of tokens that the capacity aims at; None where it has none.
     """
 
     scores: Tensor | None
@@ -333,6 +380,10 @@ class LayerTrace:
     gate: Tensor | None = None
     source: Tensor | None = None
     size: Tensor | None = None
+    valid: Tensor | None = None
+    logits: Tensor | None = None
+    relaxed: Tensor | None = None
+    fraction: float | None = None
 
 
 @dataclass

@@ -20,6 +20,7 @@ AXES = ("router", "scaling", "capacity", "placement", "bypass", "visibility")
 
 AttentionStatistic = Literal["received", "class_row"]
 SubLayer = Literal["block", "attention", "mlp"]
+ScoreScale = Literal["logit", "probability", "log_probability"]
 TokenKind = Literal["class", "distillation", "registers", "prefix", "self"]
 
 SUBLAYERS: tuple[SubLayer, ...] = ("block", "attention", "mlp")
@@ -37,6 +38,7 @@ class RouterTraits:
     positive: scores are never negative.
     unit_mass: scores of one sample sum to one, so that their mean is 1/N and a raw product removes most of the update.
     needs_class_token: the score reads the class token.
+    log_probability: scores are logarithms of such probabilities.
     routes: False only for `dense`, which routes nothing.
     """
 
@@ -47,7 +49,15 @@ class RouterTraits:
     positive: bool = False
     unit_mass: bool = False
     needs_class_token: bool = False
+    log_probability: bool = False
     routes: bool = True
+
+    @property
+    def scale(self) -> ScoreScale:
+        """What a score says about "keep": its log odds (`logit`), its `probability`, or the logarithm of that."""
+        if self.probability:
+            return "probability"
+        return "log_probability" if self.log_probability else "logit"
 
     @property
     def choice(self) -> bool:
@@ -106,6 +116,19 @@ class VisibilityTraits:
     """Facts about the keys that a kept token attends to. all_keys: bypassed tokens are visible too."""
 
     all_keys: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LossTraits:
+    """Facts about an auxiliary loss, what it reads from a trace.
+
+    reads: `decision`, which tokens are kept, with the router's gradient; `logits` of a learned router; `probability`, scores
+        that are probabilities; `scores` of any router; `halting`, the halting scores of an adaptive depth.
+    needs_target: the fraction it pulls towards is the capacity's where the option `target` is null.
+    """
+
+    reads: Literal["decision", "logits", "probability", "scores", "halting"] = "scores"
+    needs_target: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +198,18 @@ BYPASSES: Mapping[str, BypassTraits] = MappingProxyType(
 
 VISIBILITIES: Mapping[str, VisibilityTraits] = MappingProxyType(
     {"kept": VisibilityTraits(), "all": VisibilityTraits(all_keys=True)}
+)
+
+
+LOSSES: Mapping[str, LossTraits] = MappingProxyType(
+    {
+        "ratio": LossTraits(reads="decision", needs_target=True),
+        "l1_target": LossTraits(reads="decision"),
+        "hinge": LossTraits(reads="decision"),
+        "load": LossTraits(reads="probability"),
+        "z": LossTraits(reads="logits"),
+        "bce_auxiliary": LossTraits(reads="logits"),
+    }
 )
 
 
@@ -282,6 +317,12 @@ TARGETS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     }
 )
 """The class (for a placement: the function) behind each shipped member, as its YAML file names it in `_target_`."""
+
+
+LOSS_TARGETS: Mapping[str, str] = MappingProxyType(
+    {name: f"routing_lab.routing.losses.{name}_loss" for name in LOSSES}
+)
+"""The function behind each shipped auxiliary loss."""
 
 
 def routed_layers(placement: str | Callable[..., list[int]], depth: int, **options: Any) -> list[int]:
