@@ -1,11 +1,76 @@
-"""Auxiliary losses that are read from a trace."""
+"""Auxiliary losses: functions of a trace that return one scalar, added to a task's loss with a coefficient.
+
+A loss reads what routing did in one forward: the scores, the logits behind them, or the decision, which is 0 or 1 and
+carries a gradient for the router. Decisions are counted over patches; prefix tokens have no say in a budget.
+
+Shape legend: B batch, N tokens that entered a layer, E logits of a token.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Literal
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from routing_lab.routing.base import Trace
+from routing_lab.routing.base import LayerTrace, Trace
+
+Loss = Callable[..., Tensor]
+"""Takes a trace, and its options by keyword."""
+
+
+def ratio_loss(
+    trace: Trace,
+    *,
+    target: float | Sequence[float] | None = None,
+    over: Literal["sample", "batch", "layers"] = "sample",
+) -> Tensor:
+    """(mean decision - target)^2, averaged over the routed layers: a budget met on average (DynamicViT, Eq. 11).
+
+    Args:
+        target: fraction of the patches that entered the model to keep, or one per routed layer; None: the capacity's.
+        over: `sample`: every sample is to meet the target (DynamicViT); `batch`: the batch is, on average (its "dynamic"
+            variant); `layers`: batch and routed layers together are (DyT).
+    """
+    routed = _routed(trace)
+    targets = torch.stack([_target(layer, target, rank, len(routed)) for rank, layer in enumerate(routed)])
+    shares = torch.stack([kept_share(trace, layer) for layer in routed])  # [L, B]
+    targets = targets.to(shares)
+    if over == "layers":
+        return (shares.mean() - targets.mean()).square()
+    if over == "batch":
+        return (shares.mean(dim=1) - targets).square().mean()
+    return (shares - targets.unsqueeze(1)).square().mean()
+
+
+def hinge_loss(trace: Trace, *, target: float = 0.5) -> Tensor:
+    """max(0, mean decision - target), averaged over the routed layers: only a budget overrun costs (Router-Tuning)."""
+    routed = _routed(trace)
+    shares = torch.stack([kept_share(trace, layer).mean() for layer in routed])
+    return (shares - target).clamp_min(0).mean()
+
+
+def l1_target_loss(
+    trace: Trace, *, target: float = 0.5, layers: Literal["all", "routed"] = "all", weight: Tensor | None = None
+) -> Tensor:
+    """mean_i |mean_l d_il - target|: every token is to pass that share of the layers (D-LLM).
+
+    Args:
+        target: share of the layers.
+        layers: `all`: dense layers count as passed; `routed`: they do not count.
+        weight: [B, N] of the tokens in the mean; None: patches count alike and prefix tokens not at all.
+    """
+    routed = _routed(trace)
+    decisions = [decision(layer) for layer in routed]
+    patches = routed[0].origin >= 0
+    if any(found.shape != patches.shape for found in decisions):
+        raise ValueError("losses.l1_target: needs every token in every layer; this bypass removes tokens")
+    total = torch.stack(decisions).sum(dim=0)
+    share = (total + len(trace) - len(routed)) / len(trace) if layers == "all" else total / len(routed)
+    weight = patches.to(share.dtype) if weight is None else weight.to(share.dtype)
+    return ((share - target).abs() * weight).sum() / weight.sum().clamp_min(1)
 
 
 def load_loss(trace: Trace) -> Tensor:
@@ -14,10 +79,118 @@ def load_loss(trace: Trace) -> Tensor:
     p_l are the scores of layer l, probabilities of attending; f_l is the fraction of tokens that layer l kept, a constant:
     the gradient flows through p alone. Zero when no token is kept anywhere.
     """
-    routed = [layer for layer in trace.layers if layer.scores is not None]
-    if not routed:
-        raise ValueError("the trace has no routed layer to take a load from")
-    fractions = torch.stack([layer.counts.sum() / layer.scores.numel() for layer in routed if layer.scores is not None])
-    means = torch.stack([layer.scores.mean() for layer in routed if layer.scores is not None])
+    routed = _routed(trace)
+    fractions = torch.stack([layer.counts.sum() / _present(layer).sum() for layer in routed])
+    means = torch.stack([_mean(_scores(layer), layer) for layer in routed])
     fractions = fractions.to(means.dtype)
     return (fractions * means).sum() / fractions.sum().clamp_min(torch.finfo(means.dtype).tiny)
+
+
+def z_loss(trace: Trace) -> Tensor:
+    """mean (log sum_e exp z_e)^2 of the router's logits, over tokens, then routed layers (ST-MoE, Eq. 5).
+
+    A router whose score is itself the logit has one logit: the mean of its square.
+    """
+    return torch.stack([_mean(_logits(layer).logsumexp(dim=-1).square(), layer) for layer in _routed(trace)]).mean()
+
+
+def bce_auxiliary_loss(trace: Trace) -> Tensor:
+    """Cross-entropy of the keep probability against the selection, mean over tokens, then routed layers.
+
+    Mixture-of-Depths' first remedy for a selection that needs the whole sequence (Raposo et al. 2024, section 3.5): it pulls
+    the score of kept tokens above the decision boundary and that of the others below, so that a threshold can replace
+    the top-k.
+    """
+    losses = []
+    for layer in _routed(trace):
+        odds = _log_odds(layer)
+        target = _kept_mask(layer).to(odds.dtype)
+        losses.append(_mean(F.binary_cross_entropy_with_logits(odds, target, reduction="none"), layer))
+    return torch.stack(losses).mean()
+
+
+LOSSES: dict[str, Loss] = {
+    "ratio": ratio_loss,
+    "hinge": hinge_loss,
+    "l1_target": l1_target_loss,
+    "load": load_loss,
+    "z": z_loss,
+    "bce_auxiliary": bce_auxiliary_loss,
+}
+"""The shipped losses by name."""
+
+
+def decision(layer: LayerTrace) -> Tensor:
+    """[B, N] which tokens a layer kept, 0 or 1.
+
+    The gradient is that of the relaxed decision where the capacity makes one; else, for a learned router, that of its keep
+    probability (straight-through); else none.
+    """
+    if layer.relaxed is not None:
+        return layer.relaxed
+    kept = _kept_mask(layer)
+    if layer.logits is None:
+        return kept.to(_scores(layer).dtype)
+    probability = _log_odds(layer).sigmoid()
+    return kept.to(probability.dtype) + (probability - probability.detach())
+
+
+def kept_share(trace: Trace, layer: LayerTrace) -> Tensor:
+    """[B] kept patches of a layer over the patches that entered the model."""
+    first = (trace[0].origin >= 0).sum(dim=1)
+    return (decision(layer) * (layer.origin >= 0)).sum(dim=1) / first
+
+
+def _routed(trace: Trace) -> list[LayerTrace]:
+    routed = [layer for layer in trace.layers if layer.scores is not None]
+    if not routed:
+        raise ValueError("the trace has no routed layer to take a loss from")
+    return routed
+
+
+def _scores(layer: LayerTrace) -> Tensor:
+    assert layer.scores is not None
+    return layer.scores
+
+
+def _target(layer: LayerTrace, target: float | Sequence[float] | None, rank: int, num_routed: int) -> Tensor:
+    if target is None:
+        if layer.fraction is None:
+            raise ValueError("losses.ratio.target = null: the capacity aims at no fraction; give one")
+        return torch.tensor(layer.fraction)
+    if isinstance(target, int | float):
+        return torch.tensor(float(target))
+    if len(target) != num_routed:
+        raise ValueError(f"losses.ratio.target = {list(target)}: {len(target)} entries for {num_routed} routed layers")
+    return torch.tensor(float(target[rank]))
+
+
+def _logits(layer: LayerTrace) -> Tensor:
+    if layer.logits is None:
+        raise ValueError("the router of this trace is not learned: it has no logits")
+    return layer.logits
+
+
+def _log_odds(layer: LayerTrace) -> Tensor:
+    """[B, N] log odds of keeping."""
+    logits = _logits(layer)
+    return logits[..., 0] if logits.shape[-1] == 1 else logits[..., 0] - logits[..., 1]
+
+
+def _present(layer: LayerTrace) -> Tensor:
+    """[B, N] bool, False at padding."""
+    return torch.ones_like(_scores(layer), dtype=torch.bool) if layer.valid is None else layer.valid
+
+
+def _mean(values: Tensor, layer: LayerTrace) -> Tensor:
+    """Mean of values [B, N] over the tokens that are no padding."""
+    if layer.valid is None:
+        return values.mean()
+    return (values * layer.valid).sum() / layer.valid.sum().clamp_min(1)
+
+
+def _kept_mask(layer: LayerTrace) -> Tensor:
+    """[B, N] bool, True at kept tokens."""
+    batch, tokens = layer.origin.shape
+    index = layer.kept.masked_fill(layer.kept < 0, tokens)
+    return torch.zeros(batch, tokens + 1, dtype=torch.bool, device=index.device).scatter(1, index, True)[:, :tokens]
