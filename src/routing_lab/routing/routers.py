@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from routing_lab.attention import StatisticsRequest
 from routing_lab.routing import members
-from routing_lab.routing.base import LayerSpec, Router, RouterInput
+from routing_lab.routing.base import LayerSpec, Router, RouterInput, TwoWayRouter
 from routing_lab.routing.members import RouterTraits
 
 HeadReduction = Literal["mean", "max", "median", "head"]
@@ -52,7 +52,7 @@ class LinearRouter(Router):
         return _linear(x, self.weight, self.bias).squeeze(-1)
 
 
-class MLPRouter(Router):
+class MLPRouter(TwoWayRouter):
     """p_i = softmax(W_2 SiLU(W_1 x_i + b_1) + b_2)_0: the two-way router of DTRNet (Eq. 1), attend or bypass.
 
     Args:
@@ -69,10 +69,10 @@ class MLPRouter(Router):
         self.fc2 = nn.Linear(hidden, 2)
         self.normalize_input = normalize_input
 
-    def score(self, inputs: RouterInput) -> Tensor:
+    def logits(self, inputs: RouterInput) -> Tensor:
         x = _router_input(inputs.tokens.x, self.fc1.weight, self.normalize_input)
         hidden = nn.functional.silu(_linear(x, self.fc1.weight, self.fc1.bias))
-        return _linear(hidden, self.fc2.weight, self.fc2.bias).softmax(dim=-1)[..., 0]
+        return _linear(hidden, self.fc2.weight, self.fc2.bias)
 
 
 class AttentionReceivedRouter(Router):
