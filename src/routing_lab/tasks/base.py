@@ -147,8 +147,8 @@ def build_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.Optimiz
     options: dict[str, Any] = {}
     if train.betas is not None and info.has_betas:
         options["betas"] = tuple(train.betas)
-    if train.optimizer in ("adam", "adamw") and train.precision != "16-mixed":
-        # One kernel for all parameters; its internal unscaling does not go with clipping under a gradient scaler.
+    if train.optimizer in ("adam", "adamw") and train.precision == 32:
+        # One kernel for all parameters. Lightning refuses to clip beside it in mixed precision.
         options["fused"] = True
     if train.layer_decay is not None:
         options["param_group_fn"] = lambda _: _layer_decay_groups(model, train)

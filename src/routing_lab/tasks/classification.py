@@ -76,7 +76,8 @@ class Classification(RoutedTask):
             self._train_sums = sums if self._train_sums is None else self._train_sums + sums
         return loss
 
-    def on_train_epoch_end(self) -> None:
+    def _close_training_epoch(self) -> None:
+        """Reduce the epoch's sums, before validation meets weights that are not finite."""
         if self._train_sums is None:
             return
         loss, correct, count = self.trainer.strategy.reduce(self._train_sums, reduce_op="sum").tolist()
@@ -98,6 +99,7 @@ class Classification(RoutedTask):
     # --- evaluation ---
 
     def on_validation_epoch_start(self) -> None:
+        self._close_training_epoch()
         self.routing.reset()
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:

@@ -19,7 +19,8 @@ from routing_lab.cost.macs import (
     routed_macs,
 )
 from routing_lab.cost.measure import parameter_counts, vision_shape
-from routing_lab.routing.capacity import FractionCapacity, TopK, round_count
+from routing_lab.routing.budget import percentile_count, topk_count
+from routing_lab.routing.capacity import Percentile, TopK
 
 if TYPE_CHECKING:
     from routing_lab.config import Config
@@ -65,10 +66,17 @@ class CostMeter:
         kept = {}
         for layer in self._model.routed_layers:
             capacity = self._model.layers[str(layer)].capacity
-            if not isinstance(capacity, FractionCapacity):
+            protected = capacity.num_protected
+            if isinstance(capacity, TopK):
+                uncounted = capacity.num_uncounted
+                kept[layer] = topk_count(
+                    capacity.fraction, capacity.rounding, tokens, num_uncounted=uncounted, num_protected=protected
+                )
+            elif isinstance(capacity, Percentile):
+                count = percentile_count(capacity.fraction, tokens, capacity.compare, capacity.interpolation)
+                kept[layer] = max(count, protected)
+            else:
                 return None
-            rounding = capacity.rounding if isinstance(capacity, TopK) else "round"
-            kept[layer] = max(round_count(capacity.fraction * tokens, rounding), capacity.num_protected, 1)
         return kept
 
 

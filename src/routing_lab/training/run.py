@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from routing_lab.assembly import build_model
-from routing_lab.config import Config, Loaded, check, identity, load, run_name
+from routing_lab.config import Config, Loaded, check, identity, load, run_folder, run_name
 from routing_lab.cost.measure import count_trace
 from routing_lab.data import VisionData, build_data
 from routing_lab.evidence.records import new_record
@@ -73,20 +73,12 @@ def run_cell(
         return result | {"status": INTERRUPTED, "record": {}, "error": str(stopped), "signal": stopped.signal}
 
 
-def run_folder(config: Config, resolved: Mapping[str, Any]) -> Path:
-    """Where a run is kept: `<paths.runs>/<name>-<hash>`."""
-    return Path(config.paths.runs) / f"{run_name(config)}-{identity(resolved)}"
-
-
 def dense_cell(config: Config, resolved: Mapping[str, Any]) -> Loaded:
     """The configuration of the dense run that `init=dense` starts from and that distillation learns from.
 
     Same backbone, data, recipe and seed; no routing, no distillation, the routing axes at their defaults so that all
     arms share one run. It starts where the arm starts, or from scratch where the arm starts from it; `init.epochs` then
     gives its length.
-
-    Raises:
-        ValueError: `init=dense` for a dense run of no epochs.
     """
     defaults = load(["router=dense"]).resolved
     train = {**resolved["train"], "distill": "none"}
@@ -94,8 +86,6 @@ def dense_cell(config: Config, resolved: Mapping[str, Any]) -> Loaded:
     if config.init.kind == "dense":
         train["epochs"] = config.train.epochs if config.init.epochs is None else config.init.epochs
         init = {"kind": "scratch"}
-        if train["epochs"] == 0:
-            raise ValueError("init.epochs=null with train.epochs=0: expected init.epochs, the epochs of the dense run")
     node = {
         **{key: value for key, value in resolved.items() if key != "hydra"},
         **{axis: defaults[axis] for axis in ROUTING_AXES},
