@@ -191,6 +191,10 @@ class Capacity(nn.Module, ABC):
             mask[sample, present] = self.select(scores[sample, present].unsqueeze(0), state).mask().squeeze(0)
         return Selection.from_mask(mask)
 
+    def aimed_fraction(self, progress: float) -> float | None:
+        """The fraction of the tokens to keep when training has come as far as `progress`; None: the rule has none."""
+        return None
+
     @abstractmethod
     def select(self, scores: Tensor, state: RunState) -> Selection:
         """The selection for scores [B, N] of which the highest are to be kept (`order` is already applied)."""

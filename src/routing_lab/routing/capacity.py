@@ -61,6 +61,9 @@ class FractionCapacity(Capacity):
         self.warmup_shape: Shape = warmup_shape
         self.scope = scope
 
+    def aimed_fraction(self, progress: float) -> float:
+        return self.current_fraction(progress)
+
     def current_fraction(self, progress: float) -> float:
         """The fraction in force when training has come as far as `progress` in [0, 1]."""
         if progress >= self.warmup:

@@ -58,6 +58,24 @@ class Maps:
     projection: Tensor | None = None
 
 
+@dataclass
+class Choice:
+    """What a layer decided about the tokens that entered it.
+
+    Args:
+        scores: [B, N]. logits: [B, N, E] behind them, see `Router.read`.
+        selection: the tokens it keeps.
+        gates: how scores enter the output.
+        fraction: what the capacity aims at.
+    """
+
+    scores: Tensor
+    selection: Selection
+    gates: Gates
+    logits: Tensor | None
+    fraction: float | None
+
+
 class RoutedLayer(nn.Module):
     """Routes the tokens of one block.
 
@@ -120,8 +138,8 @@ class RoutedLayer(nn.Module):
         if maps.own:
             statistics = Statistics(_statistics(tokens, block, context, maps), None)
             attention = statistics.values
-        scores, selection = self._select(tokens, attention, state, edit)
-        gates = self.scaling(scores, selection)
+        choice = self._choose(tokens, attention, state, edit)
+        scores, selection, gates = choice.scores, choice.selection, choice.gates
         if maps.request is not None and statistics is None:
             statistics = self._own_statistics(tokens, selection, block, context, maps)
 
@@ -129,7 +147,7 @@ class RoutedLayer(nn.Module):
             left = self.bypass.reduce(tokens, selection, scores, attention)
             update = self._attend_reduced(tokens, left, block, context)
             y = self._combine(left.x, update, _gate_of_reduced(gates, selection, left), block, then_mlp=True)
-            return left.with_x(y), _trace(tokens, left, scores, selection, gates), statistics
+            return left.with_x(y), _trace(tokens, left, choice), statistics
 
         def attend(x_kept: Tensor, everyone: bool) -> Tensor:
             return self._attend(tokens, x_kept, selection, block, context, everyone)
@@ -140,7 +158,7 @@ class RoutedLayer(nn.Module):
         else:
             y = self._route(tokens.x, selection, gates, attend, block, then_mlp=True)
         left = tokens.with_x(y)
-        return left, _trace(tokens, left, scores, selection, gates), statistics
+        return left, _trace(tokens, left, choice), statistics
 
     def _route_mlp(
         self,
@@ -155,8 +173,8 @@ class RoutedLayer(nn.Module):
         h, statistics = attend_all(tokens, block, context, maps.request, maps.projection)
         seen = tokens.with_x(h)
         attention = statistics.values if maps.own and statistics is not None else maps.source
-        scores, selection = self._select(seen, attention, state, edit)
-        gates = self.scaling(scores, selection)
+        choice = self._choose(seen, attention, state, edit)
+        scores, selection, gates = choice.scores, choice.selection, choice.gates
         if isinstance(self.bypass, Reduction):
             left = self.bypass.reduce(seen, selection, scores, statistics.values if statistics is not None else None)
             gate = _gate_of_reduced(gates, selection, left)
@@ -164,17 +182,20 @@ class RoutedLayer(nn.Module):
         else:
             left = seen
             y = self._route(h, selection, gates, lambda x, _: block.mlp(x), block)
-        return left.with_x(y), _trace(seen, left, scores, selection, gates), statistics
+        return left.with_x(y), _trace(seen, left, choice), statistics
 
-    def _select(
+    def _choose(
         self, tokens: Tokens, attention: AttentionStatistics | None, state: RunState, edit: SelectionEdit | None
-    ) -> tuple[Tensor, Selection]:
+    ) -> Choice:
         inputs = RouterInput(tokens, attention, state)
-        scores = self.router(inputs)
+        scores, logits = self.router.read(inputs)
         if self.corruption is not None:
             scores = self.corruption(scores, inputs)
         selection = self.capacity(scores, state, tokens.valid)
-        return scores, selection if edit is None else edit(scores, selection)
+        if edit is not None:
+            selection = edit(scores, selection)
+        fraction = self.capacity.aimed_fraction(state.progress)
+        return Choice(scores, selection, self.scaling(scores, selection), logits, fraction)
 
     def _route(
         self,
@@ -366,9 +387,10 @@ def _statistics(tokens: Tokens, block: Block, context: Any, maps: Maps) -> Atten
     )
 
 
-def _trace(entered: Tokens, left: Tokens, scores: Tensor, selection: Selection, gates: Gates) -> LayerTrace:
+def _trace(entered: Tokens, left: Tokens, choice: Choice) -> LayerTrace:
+    selection, gates = choice.selection, choice.gates
     return LayerTrace(
-        scores=scores,
+        scores=choice.scores,
         kept=selection.padded_index(),
         counts=selection.counts(),
         tokens=left.x.shape[1],
@@ -376,6 +398,10 @@ def _trace(entered: Tokens, left: Tokens, scores: Tensor, selection: Selection, 
         gate=None if gates.kept is None else selection.gather(gates.kept),
         source=left.source,
         size=left.size,
+        valid=entered.valid,
+        logits=choice.logits,
+        relaxed=selection.relaxed,
+        fraction=choice.fraction,
     )
 
 

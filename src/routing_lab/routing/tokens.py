@@ -122,11 +122,13 @@ class Selection:
         index: [B, K] int64, ascending in every row. Where a row keeps fewer than K tokens, its rest is padding.
         valid: [B, K] bool, False at padding; None when every sample keeps K tokens.
         num_tokens: N.
+        relaxed: [B, N] the decision as 0 or 1, with the gradient of a relaxed one; None: there is no relaxed decision.
     """
 
     index: Tensor
     valid: Tensor | None
     num_tokens: int
+    relaxed: Tensor | None = None
 
     @classmethod
     def from_mask(cls, mask: Tensor) -> Selection:
