@@ -134,6 +134,9 @@ class LlamaBlock(Block):
         value = self._heads(attention.v_proj(self.module.input_layernorm(x)))
         return attention.o_proj(self._repeat(value).transpose(1, 2).flatten(2))
 
+    def hiding(self, mask: Tensor) -> LlamaBlock:
+        raise ValueError("bypass = ponder_masked: is defined for vision transformers only")
+
     def _heads(self, x: Tensor) -> Tensor:
         """[B, N, heads d] as [B, heads, N, d]."""
         return x.unflatten(-1, (-1, self.module.self_attn.head_dim)).transpose(1, 2)

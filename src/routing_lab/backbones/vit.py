@@ -95,10 +95,10 @@ class ViTBlock(Block):
         block = self.module
         mask = _attention_mask(key_mask, key_bias, queries)
         if keys is None:
-            return block.drop_path1(block.ls1(block.attn(block.norm1(queries), attn_mask=mask)))
-        normed = block.norm1(queries)
+            return block.drop_path1(block.ls1(block.attn(self._norm1(queries), attn_mask=mask)))
+        normed = self._norm1(queries)
         query = self._split(self._linear(normed, 0, 1))
-        key, value = self._split(self._linear(block.norm1(keys), 1, 3), 2)
+        key, value = self._split(self._linear(self._norm1(keys), 1, 3), 2)
         return self._output(block.attn.q_norm(query), block.attn.k_norm(key), value, normed, mask)
 
     def attend_with_statistics(
@@ -160,11 +160,20 @@ class ViTBlock(Block):
 
     def mlp(self, x: Tensor) -> Tensor:
         block = self.module
-        return block.drop_path2(block.ls2(block.mlp(block.norm2(x))))
+        return block.drop_path2(block.ls2(block.mlp(self._norm2(x))))
 
     def project(self, x: Tensor) -> Tensor:
         normed = self.module.norm1(x)
         return self._project_out(self._linear(normed, 2, 3), normed)
+
+    def hiding(self, mask: Tensor) -> ViTBlock:
+        return _HidingBlock(self.module, mask)
+
+    def _norm1(self, x: Tensor) -> Tensor:
+        return self.module.norm1(x)
+
+    def _norm2(self, x: Tensor) -> Tensor:
+        return self.module.norm2(x)
 
     def _linear(self, x: Tensor, first: int, last: int) -> Tensor:
         """Parts `first` to `last` of (query, key, value), side by side: [B, N, (last - first) H d]."""
@@ -204,6 +213,20 @@ class ViTBlock(Block):
         query = self._split(F.linear(queries, query_weight * spread[0]))
         key = self._split(F.linear(keys, key_weight * spread[1]))
         return attn.q_norm(query), attn.k_norm(key)
+
+
+class _HidingBlock(ViTBlock):
+    """A block whose branches get norm(x m) m; mask m [B, N] bool."""
+
+    def __init__(self, module: TimmBlock, mask: Tensor) -> None:
+        super().__init__(module, 0)
+        self.mask = mask.unsqueeze(-1)
+
+    def _norm1(self, x: Tensor) -> Tensor:
+        return self.module.norm1(x * self.mask) * self.mask
+
+    def _norm2(self, x: Tensor) -> Tensor:
+        return self.module.norm2(x * self.mask) * self.mask
 
 
 def _attention_mask(key_mask: Tensor | None, key_bias: Tensor | None, queries: Tensor) -> Tensor | None:

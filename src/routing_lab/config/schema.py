@@ -153,6 +153,18 @@ class ClassAttentionRouter(RouterConfig):
     head: Index | None
 
 
+class ValueAttentionRouter(ClassAttentionRouter):
+    """`router=value_attention`."""
+
+
+class HaltingRouter(RouterConfig):
+    """`router=halting`."""
+
+    gamma: float
+    beta: float
+    channel: Index
+
+
 class AttentionReceivedRouter(ClassAttentionRouter):
     """`router=amod`."""
 
@@ -255,6 +267,7 @@ class CapacityConfig(Member):
 
     order: Literal["highest", "lowest"]
     protect: Literal["none", "class", "prefix"]
+    persist: Literal["per_layer", "hierarchical"]
 
 
 class FractionCapacity(CapacityConfig):
@@ -293,6 +306,15 @@ class Threshold(CapacityConfig):
 
 class Argmax(CapacityConfig):
     """`capacity=argmax`."""
+
+
+class InverseTransform(FractionCapacity):
+    """`capacity=inverse_transform`."""
+
+    points: Literal["ends", "middles"]
+    sort: bool
+    at_least: Positive
+    count: Literal["current", "initial"]
 
 
 class OutsideCapacity(CapacityConfig, Outside):
@@ -371,6 +393,20 @@ class Fuse(BypassConfig):
     temperature_unit: Literal["absolute", "spread"]
 
 
+class Merge(BypassConfig):
+    """`bypass=merge`."""
+
+    merged: Index | Annotated[float, Field(gt=0, lt=1)] | list[Index]
+    inflect: float = Field(ge=-1, le=1)
+    proportional: bool
+
+
+class Ponder(BypassConfig):
+    """`bypass=ponder` and `bypass=ponder_masked`."""
+
+    average: Literal["all", "prefix"]
+
+
 class OutsideBypass(BypassConfig, Outside):
     """A bypass from outside the package."""
 
@@ -395,6 +431,8 @@ MEMBER_MODELS: Mapping[str, Mapping[str, type[Member]]] = MappingProxyType(
             "attention_medad": AttentionMedADRouter,
             "subspace": SubspaceRouter,
             "mix": MixRouter,
+            "value_attention": ValueAttentionRouter,
+            "halting": HaltingRouter,
             "random": RandomRouter,
             "constant": ConstantRouter,
         },
@@ -405,7 +443,7 @@ MEMBER_MODELS: Mapping[str, Mapping[str, type[Member]]] = MappingProxyType(
             "soft_mix": SoftMix,
             "top1_probability": Top1Probability,
         },
-        "capacity": {"topk": TopK, "percentile": Percentile, "threshold": Threshold, "argmax": Argmax},
+        "capacity": {"topk": TopK, "percentile": Percentile, "threshold": Threshold, "argmax": Argmax, "inverse_transform": InverseTransform},
         "placement": {
             "alternate": Alternate,
             "later": Later,
@@ -415,7 +453,13 @@ MEMBER_MODELS: Mapping[str, Mapping[str, type[Member]]] = MappingProxyType(
             "trilayer": Interleaved,
             "list": Listed,
         },
-        "bypass": {"skip": BypassConfig, "project": BypassConfig, "drop": BypassConfig, "fuse": Fuse},
+        "bypass": {
+            "skip": BypassConfig,
+            "project": BypassConfig,
+            "drop": BypassConfig,
+            "fuse": Fuse, "ponder": Ponder, "ponder_masked": Ponder,
+            "merge": Merge,
+        },
         "visibility": {"kept": VisibilityConfig, "all": VisibilityConfig},
     }
 )

@@ -93,11 +93,15 @@ class Router(nn.Module, ABC):
         needed = self.traits.attention
         if not needed:
             return None
-        return StatisticsRequest(received="received" in needed, class_row="class_row" in needed)
+        return StatisticsRequest(**dict.fromkeys(needed, True))
 
     @abstractmethod
     def score(self, inputs: RouterInput) -> Tensor:
         """Scores [B, N], one for each token that entered the layer."""
+
+    def halting(self, tokens: Tokens) -> Tensor | None:
+        """[B, N] the part of its halting mass that each token which leaves the layer spends here; None: it has none."""
+        return None
 
     def forward(self, inputs: RouterInput) -> Tensor:
         """`score` in at least float32, whatever the surrounding precision."""
@@ -162,6 +166,8 @@ class Capacity(nn.Module, ABC):
     Args:
         order: whether the highest or the lowest scores are kept.
         protect: prefix tokens that are always kept and count towards the budget: `none`, `class` or all of `prefix`.
+        persist: `per_layer`: every layer chooses among all tokens, so that a bypassed one may return (Mixture-of-Depths);
+            `hierarchical`: only among those that the routed layer before it kept (Mixture-of-Recursions).
     """
 
     traits: ClassVar[CapacityTraits] = CapacityTraits()
@@ -172,10 +178,12 @@ class Capacity(nn.Module, ABC):
         *,
         order: Literal["highest", "lowest"] = "highest",
         protect: Literal["none", "class", "prefix"] = "prefix",
+        persist: Literal["per_layer", "hierarchical"] = "per_layer",
     ) -> None:
         super().__init__()
         self.spec = spec
         self.order = order
+        self.persist = persist
         self.num_protected = {"none": 0, "class": min(1, len(spec.prefix)), "prefix": len(spec.prefix)}[protect]
 
     def forward(self, scores: Tensor, state: RunState, valid: Tensor | None = None) -> Selection:
@@ -183,9 +191,10 @@ class Capacity(nn.Module, ABC):
         scores = scores.detach()
         if self.order == "lowest":
             scores = -scores
-        if valid is None:
-            return self.select(scores, state)
-        # Samples have different numbers of tokens, and so different budgets: each is selected by itself.
+        return self.select(scores, state) if valid is None else self.select_ragged(scores, valid, state)
+
+    def select_ragged(self, scores: Tensor, valid: Tensor, state: RunState) -> Selection:
+        """`select` where samples have different numbers of tokens, and so different budgets: each by itself."""
         mask = torch.zeros_like(valid)
         for sample, present in enumerate(valid):
             mask[sample, present] = self.select(scores[sample, present].unsqueeze(0), state).mask().squeeze(0)
@@ -320,6 +329,10 @@ class Block(ABC):
     def project(self, x: Tensor) -> Tensor:
         """x W_V W_O (DTRNet's linear path): the attention branch of a token that attends to itself alone."""
 
+    @abstractmethod
+    def hiding(self, mask: Tensor) -> Block:
+        """This block with norm(x m) m as the input of either branch; mask m [B, N] bool, False at hidden tokens."""
+
 
 class Bypass(nn.Module, ABC):
     """The fate of tokens that were not kept. Bypassed tokens stay (`update`), or they are removed (`Reduction`)."""
@@ -331,6 +344,19 @@ class Bypass(nn.Module, ABC):
     @abstractmethod
     def update(self, x: Tensor, block: Block) -> Tensor:
         """What bypassed tokens x [B, R, D] get added instead of the update of kept ones."""
+
+
+class Masking(nn.Module, ABC):
+    """A fate that hides tokens for good and removes none: every token is computed, hidden ones from an input of zero.
+
+    A hidden token's key gets logits of -1000 besides, unless `visibility=all` shows it.
+    """
+
+    traits: ClassVar[BypassTraits] = BypassTraits(final=True, saves=False)
+
+    @abstractmethod
+    def hide(self, tokens: Tokens, selection: Selection) -> Tokens:
+        """The tokens [B, N] that the block is given; those that are not kept are to be hidden."""
 
 
 class Reduction(nn.Module, ABC):
@@ -370,6 +396,7 @@ class LayerTrace:
         source: [B, N0] int64, for each token that entered the first layer the position, among those that leave this
             layer, of the token that stands for it, -1 where none does; None while no token has been removed.
         size: [B, tokens] how many of the first tokens each leaving token stands for; None while each stands for itself.
+        halting: [B, tokens] the part of its halting mass that each leaving token spent here; None without halting.
         valid: [B, N] bool, False at padding among the entering tokens; None without padding.
         logits: [B, N, E] what a learned router made its scores of, see `Router.read`.
         relaxed: [B, N] the decision as 0 or 1 with a gradient, where the capacity or the bypass makes one in training.
@@ -384,6 +411,7 @@ class LayerTrace:
     gate: Tensor | None = None
     source: Tensor | None = None
     size: Tensor | None = None
+    halting: Tensor | None = None
     valid: Tensor | None = None
     logits: Tensor | None = None
     relaxed: Tensor | None = None

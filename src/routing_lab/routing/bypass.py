@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 import torch
@@ -9,9 +10,9 @@ from torch import Tensor
 
 from routing_lab.attention import AttentionStatistics
 from routing_lab.routing import members
-from routing_lab.routing.base import Block, Bypass, Reduction
+from routing_lab.routing.base import Block, Bypass, Masking, Reduction
 from routing_lab.routing.members import BypassTraits
-from routing_lab.routing.tokens import Selection, Tokens
+from routing_lab.routing.tokens import Halted, Selection, Tokens
 
 
 class Skip(Bypass):
@@ -106,3 +107,71 @@ class Fuse(Reduction):
         nobody = ~removed.any(dim=1, keepdim=True)
         logits = (scores / temperature).masked_fill(~(removed | nobody), float("-inf"))
         return torch.softmax(logits, dim=1) * removed
+
+
+class Ponder(Reduction):
+    """Early exit: tokens that are not kept have halted and are computed no more, and what they gave to the output stays.
+
+    A token's output is a mean of the states in which it entered the routed layers, weighted by the halting mass spent before
+    each (A-ViT, Yin et al. 2022, Eq. 9 and 10): on halting it gives its present state all the mass it has left. The head
+    reads the outputs of all tokens that entered the first layer. With a router that knows no halting, a token spends its
+    mass at once when it is not kept: its output is its last state.
+
+    Args:
+        average: `all`: as above for every token; `prefix`: for the class token and its like, while the output of a patch is
+            its last state (the paper).
+    """
+
+    traits: ClassVar[BypassTraits] = members.BYPASSES["ponder"]
+
+    def __init__(self, *, average: Literal["all", "prefix"] = "all") -> None:
+        super().__init__()
+        self.average = average
+
+    def reduce(
+        self, tokens: Tokens, selection: Selection, scores: Tensor, attention: AttentionStatistics | None
+    ) -> Tokens:
+        halted = given_to_output(tokens, selection, self.average == "prefix")
+        return replace(tokens.keep(selection), halted=halted)
+
+
+class PonderMasked(Masking):
+    """`ponder` as A-ViT's code runs it: halted tokens stay in the sequence, hidden, and nothing is saved.
+
+    A hidden token enters the block as zero, of which the backward pass knows nothing: x + stop(x m - x). Inside, biases and
+    attention to visible tokens give it a state again, which reaches no visible token and no output, but whose halting score
+    counts in the released prior loss.
+
+    Args:
+        average: as for `ponder`.
+    """
+
+    traits: ClassVar[BypassTraits] = members.BYPASSES["ponder_masked"]
+
+    def __init__(self, *, average: Literal["all", "prefix"] = "all") -> None:
+        super().__init__()
+        self.average = average
+
+    def hide(self, tokens: Tokens, selection: Selection) -> Tokens:
+        halted = given_to_output(tokens, selection, self.average == "prefix")
+        x = tokens.x
+        zeroed = x * selection.mask().unsqueeze(-1).to(x.dtype)
+        return replace(tokens, x=x + (zeroed - x).detach(), halted=halted)
+
+
+def given_to_output(tokens: Tokens, selection: Selection, prefix_only: bool) -> Halted | None:
+    """What has been given to the output once the tokens that are not kept have halted; None: nothing yet.
+
+    Args:
+        tokens: those that enter the layer, with the halting mass that they have left.
+        selection: the tokens that go on.
+        prefix_only: patches give nothing before they halt.
+    """
+    if tokens.halted is None and tokens.mass is None and selection.keeps_all:
+        return None
+    halted = tokens.halted or Halted.nothing(tokens)
+    left = halted.left_of(tokens)
+    spent = left - tokens.masses()
+    if prefix_only:
+        spent = spent * (tokens.first_tokens() < tokens.num_prefix)
+    return halted.give(tokens, torch.where(selection.mask(), spent, left))

@@ -171,6 +171,9 @@ class Threshold(Capacity):
     def select(self, scores: Tensor, state: RunState) -> Selection:
         return _keep(scores >= self.threshold, self.num_protected)
 
+    def select_ragged(self, scores: Tensor, valid: Tensor, state: RunState) -> Selection:
+        return _keep((scores >= self.threshold) & valid, self.num_protected)
+
 
 class Argmax(Capacity):
     """Token choice: keeps the tokens for which the router itself prefers to attend, p > 0.5 (DTRNet, Eq. 2).
@@ -188,6 +191,81 @@ class Argmax(Capacity):
 
     def select(self, scores: Tensor, state: RunState) -> Selection:
         return _keep(scores > self.boundary, self.num_protected)
+
+    def select_ragged(self, scores: Tensor, valid: Tensor, state: RunState) -> Selection:
+        return _keep((scores > self.boundary) & valid, self.num_protected)
+
+
+class InverseTransform(FractionCapacity):
+    """Samples tokens in proportion to their scores, deterministically, and keeps each that is hit (ATS, Fayyaz et al. 2022).
+
+    The cumulative sums of the scores of the unprotected tokens, moved and scaled to [0, 1], are inverted at K points, K =
+    fraction x N rounded: each point hits the token whose cumulative sum is nearest, the first of equals. Tokens hit several
+    times are kept once: the more uneven the scores, the fewer tokens are kept. Protected tokens are kept besides.
+
+    Args:
+        points: `ends`: c_1 + (1 - c_1) k / (K - 1), k = 0 .. K - 1, with c_1 the smallest positive cumulative sum (ATS's
+            code); `middles`: (2 k + 1) / (2 K) (the paper).
+        sort: sum up from the smallest score to the largest (ATS's code); false: in the order of the tokens (the paper).
+        at_least: smallest K, as far as there are tokens.
+        count: N is the number of unprotected tokens that enter the layer (`current`) or that entered the first (`initial`).
+        others: as for every capacity with a fraction; the scope is always the sample.
+    """
+
+    traits: ClassVar[CapacityTraits] = members.CAPACITIES["inverse_transform"]
+
+    def __init__(
+        self,
+        spec: LayerSpec,
+        *,
+        points: Literal["ends", "middles"] = "ends",
+        sort: bool = True,
+        at_least: int = 8,
+        count: Literal["current", "initial"] = "current",
+        **options: Any,
+    ) -> None:
+        super().__init__(spec, **options)
+        self.points = points
+        self.sort = sort
+        self.at_least = at_least
+        self.count = count
+
+    def select(self, scores: Tensor, state: RunState) -> Selection:
+        return self.select_ragged(scores, torch.ones_like(scores, dtype=torch.bool), state)
+
+    def select_ragged(self, scores: Tensor, valid: Tensor, state: RunState) -> Selection:
+        first = self.num_protected
+        scores, free = scores[:, first:], valid[:, first:]
+        present = free.sum(dim=1, keepdim=True)
+        base = present if self.count == "current" else torch.full_like(present, state.initial_tokens - first)
+        wanted = (self.current_fraction(state.progress) * base).round().clamp_min(self.at_least)
+        points = torch.minimum(wanted, present.to(wanted.dtype))
+        # Padding comes last: it adds nothing, and is never the first of equals.
+        key = scores if self.sort else torch.arange(scores.shape[1], device=scores.device).expand_as(scores)
+        order = key.masked_fill(~free, float("inf") if self.sort else scores.shape[1]).argsort(dim=1, stable=True)
+        hits = self._hits(scores.clamp_min(0).masked_fill(~free, 0).gather(1, order), free.gather(1, order), points)
+        mask = torch.zeros_like(free).scatter(1, order, hits)
+        return _keep(torch.cat([valid[:, :first], mask], dim=1), 0)
+
+    def _hits(self, scores: Tensor, free: Tensor, points: Tensor) -> Tensor:
+        """[B, M] bool: which of the summed-up tokens are hit. scores [B, M], free [B, M] bool, points [B, 1]: K."""
+        batch, tokens = scores.shape
+        hits = torch.zeros_like(free)
+        if tokens == 0:
+            return hits
+        summed = scores.double().cumsum(dim=1)
+        low, high = summed[:, :1], summed[:, -1:]
+        summed = (summed - low) / (high - low).clamp_min(torch.finfo(summed.dtype).tiny)
+        number = torch.arange(int(points.max()), device=scores.device).expand(batch, -1)
+        if self.points == "middles":
+            at = (2 * number + 1) / (2 * points)
+        else:
+            start = summed.masked_fill(summed <= 0, float("inf")).amin(dim=1, keepdim=True).clamp_max(1)
+            at = start + (1 - start) * number / (points - 1).clamp_min(1)
+        distance = (at.unsqueeze(2) - summed.unsqueeze(1)).abs().masked_fill(~free.unsqueeze(1), float("inf"))
+        nearest = distance.argmin(dim=2)
+        counted = (number < points).to(torch.int32)
+        return torch.zeros_like(scores, dtype=torch.int32).scatter_add(1, nearest, counted) > 0
 
 
 def quantile(scores: Tensor, beta: float, interpolation: Interpolation = "linear") -> Tensor:

@@ -11,7 +11,7 @@ Shape legend: B batch, N tokens that entered the layer, K kept tokens, H heads, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -24,6 +24,7 @@ from routing_lab.routing.base import (
     Capacity,
     Gates,
     LayerTrace,
+    Masking,
     Reduction,
     Router,
     RouterInput,
@@ -36,6 +37,9 @@ from routing_lab.routing.tokens import Selection, Tokens
 from routing_lab.routing.visibility import Visibility
 
 Execution = Literal["gather", "mask"]
+HIDDEN_LOGIT = -1000.0
+"""Added to the logits of a hidden token's key: nothing is left of it after the softmax, while one token is visible."""
+
 SelectionEdit = Callable[[Tensor, Selection], Selection]
 """Replaces the selection made from scores [B, N]."""
 
@@ -94,7 +98,7 @@ class RoutedLayer(nn.Module):
         router: Router,
         capacity: Capacity,
         scaling: Scaling,
-        bypass: Bypass | Reduction,
+        bypass: Bypass | Reduction | Masking,
         visibility: Visibility,
         sublayer: SubLayer = "block",
         corruption: Corruption | None = None,
@@ -108,6 +112,7 @@ class RoutedLayer(nn.Module):
         self.corruption = corruption
         self.sublayer = sublayer
         self.all_keys = visibility.traits.all_keys
+        self.nested = capacity.persist == "hierarchical" or bypass.traits.final
         self.execution = execution
 
     def forward(
@@ -131,8 +136,23 @@ class RoutedLayer(nn.Module):
 
         Returns the tokens that leave, the trace, and the requested statistics of this layer's map.
         """
-        if self.sublayer == "mlp":
-            return self._route_mlp(tokens, block, context, maps, state, edit)
+        route = self._route_mlp if self.sublayer == "mlp" else self._route_attention
+        left, trace, statistics = route(tokens, block, context, maps, state, edit)
+        halting = self.router.halting(left)
+        if halting is not None:
+            left, trace.halting = replace(left, mass=left.masses() - halting), halting
+        return left, trace, statistics
+
+    def _route_attention(
+        self,
+        tokens: Tokens,
+        block: Block,
+        context: Any,
+        maps: Maps,
+        state: RunState,
+        edit: SelectionEdit | None,
+    ) -> tuple[Tokens, LayerTrace, Statistics | None]:
+        """Selection, then attention and the MLP."""
         attention = maps.source
         statistics = None
         if maps.own:
@@ -146,8 +166,11 @@ class RoutedLayer(nn.Module):
         if isinstance(self.bypass, Reduction):
             left = self.bypass.reduce(tokens, selection, scores, attention)
             update = self._attend_reduced(tokens, left, block, context)
-            y = self._combine(left.x, update, _gate_of_reduced(gates, selection, left), block, then_mlp=True)
+            y = self._combine(left.x, update, _gate_of_reduced(gates, selection, tokens, left), block, then_mlp=True)
             return left.with_x(y), _trace(tokens, left, choice), statistics
+        if isinstance(self.bypass, Masking):
+            left = self._nest(self._masked(tokens, selection, gates, block, context), selection)
+            return left, _trace(tokens, left, choice), statistics
 
         def attend(x_kept: Tensor, everyone: bool) -> Tensor:
             return self._attend(tokens, x_kept, selection, block, context, everyone)
@@ -157,7 +180,7 @@ class RoutedLayer(nn.Module):
             y = h + block.mlp(h)
         else:
             y = self._route(tokens.x, selection, gates, attend, block, then_mlp=True)
-        left = tokens.with_x(y)
+        left = self._nest(tokens.with_x(y), selection)
         return left, _trace(tokens, left, choice), statistics
 
     def _route_mlp(
@@ -177,10 +200,10 @@ class RoutedLayer(nn.Module):
         scores, selection, gates = choice.scores, choice.selection, choice.gates
         if isinstance(self.bypass, Reduction):
             left = self.bypass.reduce(seen, selection, scores, statistics.values if statistics is not None else None)
-            gate = _gate_of_reduced(gates, selection, left)
+            gate = _gate_of_reduced(gates, selection, seen, left)
             y = self._combine(left.x, block.mlp(left.x), gate, block)
         else:
-            left = seen
+            left = self._nest(seen, selection)
             y = self._route(h, selection, gates, lambda x, _: block.mlp(x), block)
         return left.with_x(y), _trace(seen, left, choice), statistics
 
@@ -191,11 +214,32 @@ class RoutedLayer(nn.Module):
         scores, logits = self.router.read(inputs)
         if self.corruption is not None:
             scores = self.corruption(scores, inputs)
-        selection = self.capacity(scores, state, tokens.valid)
+        if tokens.eligible is None:
+            selection = self.capacity(scores, state, tokens.valid)
+        else:
+            eligible = tokens.eligible
+            selection = self.capacity(eligible.gather(scores), state, eligible.valid).within(eligible)
         if edit is not None:
             selection = edit(scores, selection)
         fraction = self.capacity.aimed_fraction(state.progress)
         return Choice(scores, selection, self.scaling(scores, selection), logits, fraction)
+
+    def _nest(self, tokens: Tokens, selection: Selection) -> Tokens:
+        """The tokens, of which later layers may keep those selected here alone, if selections are to be nested."""
+        return replace(tokens, eligible=selection) if self.nested else tokens
+
+    def _masked(self, tokens: Tokens, selection: Selection, gates: Gates, block: Block, context: Any) -> Tokens:
+        """Every token through the block, those that were not kept hidden."""
+        assert isinstance(self.bypass, Masking)
+        left = self.bypass.hide(tokens, selection)
+        kept = selection.mask()
+        block = block.hiding(kept)
+        bias = tokens.key_bias()
+        if not self.all_keys:
+            hidden = HIDDEN_LOGIT * (~kept).to(left.x.dtype)
+            bias = hidden if bias is None else bias + hidden
+        update = block.attend(left.x, context, key_mask=tokens.valid, key_bias=bias)
+        return left.with_x(self._combine(left.x, update, gates.kept, block, then_mlp=True))
 
     def _route(
         self,
@@ -405,12 +449,20 @@ def _trace(entered: Tokens, left: Tokens, choice: Choice) -> LayerTrace:
     )
 
 
-def _gate_of_reduced(gates: Gates, selection: Selection, left: Tokens) -> Tensor | None:
-    """[B, N'] the gate of each remaining token: of a kept one its own, of one that stands for removed tokens one."""
+def _gate_of_reduced(gates: Gates, selection: Selection, entered: Tokens, left: Tokens) -> Tensor | None:
+    """[B, N'] the gate of each remaining token: the mean over what it stands for, where tokens not kept count as one."""
     if gates.kept is None:
         return None
-    gate = selection.gather(gates.kept)
-    return nn.functional.pad(gate, (0, left.x.shape[1] - gate.shape[1]), value=1.0)
+    gate = gates.kept.where(selection.mask(), 1.0)
+    if left is entered:
+        return gate
+    batch, number = left.x.shape[:2]
+    source = left.sources()
+    slot = torch.where(source < 0, number, source)
+    of_first = gate.gather(1, entered.sources().clamp_min(0))
+    total = gate.new_zeros(batch, number + 1).scatter_add(1, slot, of_first)
+    count = gate.new_zeros(batch, number + 1).scatter_add(1, slot, torch.ones_like(of_first))
+    return (total / count.clamp_min(1))[:, :number]
 
 
 def _mapped(statistics: AttentionStatistics, change: Callable[[str, Tensor], Tensor]) -> AttentionStatistics:

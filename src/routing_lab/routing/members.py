@@ -18,7 +18,7 @@ from typing import Any, Literal
 AXES = ("router", "scaling", "capacity", "placement", "bypass", "visibility")
 """The config groups whose members are classes or functions named by `_target_`."""
 
-AttentionStatistic = Literal["received", "class_row"]
+AttentionStatistic = Literal["received", "class_row", "value_norm"]
 SubLayer = Literal["block", "attention", "mlp"]
 ScoreScale = Literal["logit", "probability", "log_probability"]
 TokenKind = Literal["class", "distillation", "registers", "prefix", "self"]
@@ -31,7 +31,7 @@ class RouterTraits:
     """Facts about a router, the source of one score per token.
 
     attention: statistics of another layer's attention map that the score is made of: `received` (column mean, A-MoD
-        Eq. 4) or `class_row` (the class token's row, EViT). Empty: no attention map is needed.
+        Eq. 4), `class_row` (the class token's row, EViT), `value_norm` (ATS). Empty: no attention map is needed.
     learned: the router has parameters that training is meant to change.
     boundary: the score at which the router's own two-way decision "attend or not" flips; None if it makes none.
     probability: scores are probabilities of a two-way softmax, so that `1 - score` weighs the bypass.
@@ -92,11 +92,13 @@ class CapacityTraits:
     has_fraction: the rule keeps a stated fraction of the tokens (`capacity.fraction`).
     needs_choice: the rule follows the router's own two-way decision.
     ragged: samples of one batch may keep different numbers of tokens.
+    needs_positive: scores are weights to sample by, which must not be negative.
     """
 
     has_fraction: bool = True
     needs_choice: bool = False
     ragged: bool = False
+    needs_positive: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +107,20 @@ class BypassTraits:
 
     sublayers: the parts of a block it is defined for.
     removes: bypassed tokens are gone for good.
+    merges: kept tokens become fewer as well.
+    placed: its constructor is given the `LayerSpec`: it differs between layers.
+    restores: removed tokens are put back before the head, with what they had given to the output.
+    final: bypassed tokens stay in the sequence, but no later layer keeps them.
+    saves: the work on bypassed tokens is really saved.
     """
 
     sublayers: tuple[SubLayer, ...] = SUBLAYERS
     removes: bool = False
+    merges: bool = False
+    placed: bool = False
+    restores: bool = False
+    final: bool = False
+    saves: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +175,10 @@ ROUTERS: Mapping[str, RouterTraits] = MappingProxyType(
         "attention_medad": RouterTraits(attention=CLASS_ROW, positive=True),
         "subspace": RouterTraits(),
         "mix": RouterTraits(attention=RECEIVED, learned=True),
+        "value_attention": RouterTraits(
+            attention=frozenset({"class_row", "value_norm"}), positive=True, unit_mass=True, needs_class_token=True
+        ),
+        "halting": RouterTraits(),
         "random": RouterTraits(positive=True),
         "constant": RouterTraits(),
     }
@@ -184,6 +200,7 @@ CAPACITIES: Mapping[str, CapacityTraits] = MappingProxyType(
         "percentile": CapacityTraits(ragged=True),
         "threshold": CapacityTraits(has_fraction=False, ragged=True),
         "argmax": CapacityTraits(has_fraction=False, needs_choice=True, ragged=True),
+        "inverse_transform": CapacityTraits(ragged=True, needs_positive=True),
     }
 )
 
@@ -193,6 +210,9 @@ BYPASSES: Mapping[str, BypassTraits] = MappingProxyType(
         "project": BypassTraits(sublayers=("attention",)),
         "drop": BypassTraits(sublayers=("block", "mlp"), removes=True),
         "fuse": BypassTraits(sublayers=("block", "mlp"), removes=True),
+        "ponder": BypassTraits(sublayers=("block", "mlp"), removes=True, restores=True),
+        "ponder_masked": BypassTraits(sublayers=("block",), restores=True, final=True, saves=False),
+        "merge": BypassTraits(sublayers=("mlp",), removes=True, merges=True, placed=True),
     }
 )
 
@@ -279,6 +299,8 @@ TARGETS: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "attention_medad": "routing_lab.routing.routers.AttentionMedADRouter",
                 "subspace": "routing_lab.routing.routers.SubspaceRouter",
                 "mix": "routing_lab.routing.routers.MixRouter",
+                "value_attention": "routing_lab.routing.routers.ValueAttentionRouter",
+                "halting": "routing_lab.routing.routers.HaltingRouter",
                 "random": "routing_lab.routing.routers.RandomRouter",
                 "constant": "routing_lab.routing.routers.ConstantRouter",
             }
@@ -298,6 +320,7 @@ TARGETS: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "percentile": "routing_lab.routing.capacity.Percentile",
                 "threshold": "routing_lab.routing.capacity.Threshold",
                 "argmax": "routing_lab.routing.capacity.Argmax",
+                "inverse_transform": "routing_lab.routing.capacity.InverseTransform",
             }
         ),
         "placement": MappingProxyType(
@@ -309,6 +332,9 @@ TARGETS: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "project": "routing_lab.routing.bypass.Project",
                 "drop": "routing_lab.routing.bypass.Drop",
                 "fuse": "routing_lab.routing.bypass.Fuse",
+                "ponder": "routing_lab.routing.bypass.Ponder",
+                "ponder_masked": "routing_lab.routing.bypass.PonderMasked",
+                "merge": "routing_lab.routing.merge.Merge",
             }
         ),
         "visibility": MappingProxyType(
@@ -346,18 +372,15 @@ def attention_sources(
     """For each routed layer the layer whose attention map its score is made of.
 
     source: `previous` (l - 1), `lag` (l - lag), `last_dense` (the nearest layer below l that is not routed), `same`
-        (l itself, whose attention is complete only when no more than its MLP is routed) or the index of a layer.
+        (l itself: free when no more than its MLP is routed; otherwise the map of all entering tokens is made before the
+        selection, one more projection of every token to queries, keys and values) or the index of a layer.
     fill: what stands in for tokens that a routed source layer did not attend to; `none` refuses such a source.
 
     Raises ValueError, naming the config key, when a source does not exist or is incomplete.
     """
-    if source == "same" and sublayer != "mlp":
-        raise ValueError(
-            "placement.attention_source = same: the layer's own attention is known before its tokens are selected "
-            f"only with placement.sublayer=mlp, not {sublayer}"
-        )
     chosen = set(routed)
-    complete = sublayer == "mlp"  # then every token takes part in attention in every layer
+    # Either every token takes part in attention, or a map of all tokens is made for the score.
+    complete = sublayer == "mlp" or source == "same"
     sources: dict[int, int] = {}
     for layer in sorted(chosen):
         found = _source_of(layer, chosen, source, lag)

@@ -134,7 +134,8 @@ class RoutedModel(nn.Module):
         return Tokens(x, num_prefix=len(self._adapter.prefix)), context
 
     def head(self, tokens: Tokens) -> Any:
-        """The backbone's output from the tokens that left the last layer."""
+        """The backbone's output from the tokens that left the last layer, and those that halted before."""
+        tokens = tokens.restored()
         return self._adapter.head(tokens.x, tokens.valid)
 
     def run_state(

@@ -15,6 +15,7 @@ from routing_lab.attention import StatisticsRequest
 from routing_lab.routing import members
 from routing_lab.routing.base import LayerSpec, Router, RouterInput, TwoWayRouter
 from routing_lab.routing.members import RouterTraits
+from routing_lab.routing.tokens import Tokens
 
 HeadReduction = Literal["mean", "max", "median", "head"]
 
@@ -133,6 +134,54 @@ class ClassAttentionRouter(Router):
     def score(self, inputs: RouterInput) -> Tensor:
         assert inputs.attention is not None and inputs.attention.class_row is not None
         return reduce_heads(inputs.attention.class_row, self.head_reduction, self.head)
+
+
+class ValueAttentionRouter(ClassAttentionRouter):
+    """r_i = a_i |v_i| / sum_j a_j |v_j| over patches j, a the class token's attention in the source layer (ATS, Eq. 4).
+
+    |v_i| is the norm of the token's value over all heads together. No parameters.
+
+    Args:
+        head_reduction, head: how the heads of a are combined, as for `amod`.
+    """
+
+    traits: ClassVar[RouterTraits] = members.ROUTERS["value_attention"]
+
+    def score(self, inputs: RouterInput) -> Tensor:
+        assert inputs.attention is not None and inputs.attention.value_norm is not None
+        weight = super().score(inputs) * inputs.attention.value_norm
+        patches = weight[:, inputs.tokens.num_prefix :]
+        if inputs.tokens.valid is not None:
+            patches = patches * inputs.tokens.valid[:, inputs.tokens.num_prefix :]
+        return weight / patches.sum(dim=1, keepdim=True).clamp_min(torch.finfo(weight.dtype).tiny)
+
+
+class HaltingRouter(Router):
+    """r_i = 1 - sum of h over the routed layers so far, the halting mass a token has left (A-ViT, Yin et al. 2022, Eq. 4-6).
+
+    After each routed layer a token spends h_i = sigmoid(gamma x_i[channel] - beta) of its mass, x_i being the state in which
+    it leaves. No parameters: one channel of the residual stream is the gate.
+
+    Args:
+        gamma, beta: scale and shift of the gate.
+        channel: coordinate of the residual stream.
+    """
+
+    traits: ClassVar[RouterTraits] = members.ROUTERS["halting"]
+
+    def __init__(self, spec: LayerSpec, *, gamma: float = 10.0, beta: float = 30.0, channel: int = 0) -> None:
+        super().__init__(spec)
+        self.gamma = gamma
+        self.beta = beta
+        self.channel = channel
+
+    def score(self, inputs: RouterInput) -> Tensor:
+        return inputs.tokens.masses()
+
+    def halting(self, tokens: Tokens) -> Tensor:
+        gate = tokens.x[..., self.channel]
+        gate = gate.to(torch.promote_types(gate.dtype, torch.float32))
+        return (self.gamma * gate - self.beta).sigmoid()
 
 
 class AttentionVarianceRouter(Router):

@@ -25,6 +25,9 @@ class Tokens:
         size: [B, N], how many of the first tokens each token stands for; None while each stands for itself.
         valid: [B, N] bool, False at padding, where samples have different numbers of tokens; None when all have N.
         proportional: attention weighs keys by `size` (ToMe).
+        mass: [B, N], what is left of each token's halting mass of one (A-ViT); None: all of it.
+        eligible: the tokens that later layers may still keep; None: all.
+        halted: what tokens have given to the model's output so far; None while none has.
     """
 
     x: Tensor
@@ -34,6 +37,9 @@ class Tokens:
     size: Tensor | None = None
     valid: Tensor | None = None
     proportional: bool = False
+    mass: Tensor | None = None
+    eligible: Selection | None = None
+    halted: Halted | None = None
 
     def with_x(self, x: Tensor) -> Tokens:
         """The same tokens with another residual stream."""
@@ -62,6 +68,28 @@ class Tokens:
         """[B, N] added to the logits of each key: log size under proportional attention, else None."""
         return self.size.log() if self.proportional and self.size is not None else None
 
+    def masses(self) -> Tensor:
+        """[B, N]: what is left of each token's halting mass."""
+        if self.mass is not None:
+            return self.mass
+        return torch.ones(self.x.shape[:2], dtype=_at_least_float(self.x), device=self.x.device)
+
+    def first_tokens(self) -> Tensor:
+        """[B, N] int64: of the tokens that entered the first layer the last one that each token stands for, -1 for none."""
+        batch, tokens, _ = self.x.shape
+        source = self.sources()
+        slot = torch.where(source < 0, tokens, source)
+        first = torch.arange(source.shape[1], device=self.x.device).expand_as(source)
+        empty = torch.full((batch, tokens + 1), -1, device=self.x.device)
+        return empty.scatter_reduce(1, slot, first, "amax")[:, :tokens]
+
+    def restored(self) -> Tokens:
+        """The tokens that the head reads: where some have halted, all that entered the first layer, else these ones."""
+        if self.halted is None:
+            return self
+        x = self.halted.give(self, self.halted.left_of(self)).x
+        return Tokens(x, num_prefix=self.num_prefix)
+
     def keep(self, selection: Selection) -> Tokens:
         """The tokens that a selection keeps; the others are gone."""
         if selection.keeps_all:
@@ -82,6 +110,8 @@ class Tokens:
             size=None if self.size is None else _padded(selection.gather(self.size), valid, 1),
             valid=valid,
             proportional=self.proportional,
+            mass=None if self.mass is None else selection.gather(self.mass),
+            halted=self.halted,
         )
 
     def append(self, x: Tensor, size: Tensor, stands_for: Tensor, valid: Tensor | None = None) -> Tokens:
@@ -105,6 +135,8 @@ class Tokens:
             size=torch.cat([self.sizes(), size.unsqueeze(1).to(self.x.dtype)], dim=1),
             valid=None if present is None else torch.cat([old, present.unsqueeze(1)], dim=1),
             proportional=self.proportional,
+            mass=None if self.mass is None else nn.functional.pad(self.mass, (0, 1), value=1.0),
+            halted=self.halted,
         )
 
     def follow(self, position: Tensor) -> Tensor:
@@ -112,6 +144,42 @@ class Tokens:
         source = self.sources()
         moved = position.gather(1, source.clamp_min(0))
         return torch.where(source < 0, source, moved)
+
+
+@dataclass
+class Halted:
+    """What the tokens that entered the first layer have given to the model's output: a weighted mean of their states.
+
+    Args:
+        x: [B, N0, D], the weighted sum so far.
+        left: [B, N0], the weight that each has not given yet.
+    """
+
+    x: Tensor
+    left: Tensor
+
+    @classmethod
+    def nothing(cls, tokens: Tokens) -> Halted:
+        """Nothing given yet, by any of the tokens that entered the first layer."""
+        batch, first = tokens.sources().shape
+        zeros = tokens.x.new_zeros(batch, first, tokens.x.shape[2])
+        return cls(zeros, torch.ones(batch, first, dtype=_at_least_float(zeros), device=zeros.device))
+
+    def left_of(self, tokens: Tokens) -> Tensor:
+        """[B, N] the weight that each token has not given yet; zero for tokens that stand for none of the first."""
+        first = tokens.first_tokens()
+        return self.left.gather(1, first.clamp_min(0)) * (first >= 0)
+
+    def give(self, tokens: Tokens, weight: Tensor) -> Halted:
+        """After each token has given its state with `weight` [B, N]."""
+        first = tokens.first_tokens()
+        weight = weight * (first >= 0)
+        slot = first.clamp_min(0)
+        given = tokens.x * weight.unsqueeze(-1).to(tokens.x.dtype)
+        return Halted(
+            self.x.scatter_add(1, slot.unsqueeze(-1).expand_as(given), given.to(self.x.dtype)),
+            self.left.scatter_add(1, slot, -weight.to(self.left.dtype)),
+        )
 
 
 @dataclass
@@ -146,6 +214,10 @@ class Selection:
     def first(cls, batch: int, kept: int, tokens: int, device: torch.device) -> Selection:
         """The selection that keeps the first `kept` of `tokens` tokens in every sample."""
         return cls(torch.arange(kept, device=device).expand(batch, kept), None, tokens)
+
+    def within(self, outer: Selection) -> Selection:
+        """This selection of the tokens that `outer` keeps, as indices into the tokens that `outer` chose from."""
+        return Selection(outer.index.gather(1, self.index), self.valid, outer.num_tokens)
 
     @property
     def keeps_all(self) -> bool:
@@ -199,6 +271,26 @@ class Selection:
     def _rows(self) -> Tensor:
         start = torch.arange(self.index.shape[0], device=self.index.device).unsqueeze(1) * self.num_tokens
         return self.index + start
+
+
+def _at_least_float(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def unmerge(x: Tensor, source: Tensor | None, missing: Tensor | None = None) -> Tensor:
+    """[B, N0, D] the tokens x [B, N, D] put back where the tokens that they stand for entered the first layer.
+
+    Args:
+        x: one row per token that is left.
+        source: [B, N0] int64, `Tokens.source` or `LayerTrace.source`; None: nothing was removed.
+        missing: [B, N0, D], what tokens get for which none stands; None: zeros. Calling it layer by layer with its own last
+            result gives every token the last state it had.
+    """
+    if source is None:
+        return x
+    rows = x.gather(1, source.clamp_min(0).unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+    present = (source >= 0).unsqueeze(-1)
+    return rows * present if missing is None else torch.where(present, rows, missing)
 
 
 def _padded(x: Tensor, valid: Tensor | None, value: int) -> Tensor:
