@@ -26,7 +26,7 @@ class StatisticsRequest:
 
     Args:
         received: attention received, the mean over queries of each key's column (A-MoD, Eq. 4 before the head mean).
-        class_row: attention of the class token (query 0) to every key (EViT).
+        class_row: attention of the class token (query 0) to every key (EViT); zero where it is not among the queries.
         key_mean: keys averaged over heads (ToMe's metric).
         value_norm: norm of each token's value, over all heads together (ATS).
         skip_queries: sequence positions whose rows do not count.
@@ -100,7 +100,7 @@ def attention_statistics(
         key_bias: [B, M] added to the logits of each key.
 
     Raises:
-        ValueError: if no query is left to average over, or no key.
+        ValueError: if of a whole sequence no query is left to average over, or no key.
     """
     with torch.set_grad_enabled(torch.is_grad_enabled() and not request.detach):
         if request.detach:
@@ -114,8 +114,7 @@ def attention_statistics(
             compute = received_eager if request.eager else received_chunked
             result.received = compute(query, key, scale, weight, bias, own)
         if request.class_row:
-            logits = scale * (_raise(query[:, :, :1]) @ _raise(key).transpose(-2, -1))
-            result.class_row = _softmax(logits, bias).squeeze(2)
+            result.class_row = _class_row(query, key, scale, bias, query_index, query_valid)
         if request.key_mean:
             result.key_mean = key.mean(dim=1)
         if request.value_norm:
@@ -178,7 +177,7 @@ def received_chunked(
         return checkpoint(_column_sum, *parts, use_reentrant=False) if with_grad else _column_sum(*parts)
 
     everything = slice(None)
-    samples = slab // (heads * queries * keys)
+    samples = slab // max(heads * queries * keys, 1)
     if samples >= 1:
         return _concatenated([column_sum(part, everything, everything) for part in _slices(batch, samples)], 0)
     rows = max(1, slab // keys)
@@ -195,6 +194,24 @@ def received_chunked(
         ],
         0,
     )
+
+
+def _class_row(
+    query: Tensor,
+    key: Tensor,
+    scale: float,
+    key_bias: Tensor | None,
+    query_index: Tensor | None,
+    query_valid: Tensor | None,
+) -> Tensor:
+    """[B, H, M] the row of the token at position 0, which comes first; zero where it is not among the queries."""
+    row = _softmax(scale * (_raise(query[:, :, :1]) @ _raise(key).transpose(-2, -1)), key_bias)
+    if query_index is not None:
+        present = query_index[:, :1] == 0
+        if query_valid is not None:
+            present = present & query_valid[:, :1]
+        row = row * present[:, None, :, None]
+    return row.sum(dim=2)  # of one row, or of none
 
 
 def _column_sum(
@@ -236,7 +253,7 @@ def _counted(
     counted = torch.ones_like(positions, dtype=torch.bool) if valid is None else valid
     for position in skipped:
         counted = counted & (positions != position)
-    if tokens <= len(skipped):
+    if index is None and tokens <= len(skipped):
         raise ValueError(f"router.{key_name} leaves nothing of {tokens} tokens")
     return counted
 
@@ -246,7 +263,7 @@ def _query_weight(query: Tensor, counted: Tensor | None) -> Tensor:
     batch, _, queries, _ = query.shape
     dtype = _raise(query[:0]).dtype
     if counted is None:
-        return torch.full((batch, 1, queries), 1 / queries, dtype=dtype, device=query.device)
+        return torch.full((batch, 1, queries), 1 / max(queries, 1), dtype=dtype, device=query.device)
     weight = counted.to(dtype)
     return (weight / weight.sum(dim=1, keepdim=True).clamp_min(1)).unsqueeze(1)
 
