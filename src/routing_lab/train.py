@@ -46,7 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line; leaves through `sys.exit`."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     _import_from_here()
-    parsed = get_args_parser().parse_args(arguments)
+    parsed = get_args_parser().parse_intermixed_args(arguments)
+    # Hydra's own parser takes overrides in one piece only, not `router=amod -m seed=0,1`.
+    arguments = [word for word in arguments if word not in parsed.overrides] + parsed.overrides
     if _is_hydras_own(parsed):
         _hydra(arguments)
         sys.exit(0)

@@ -1,0 +1,103 @@
+"""Which layers are routed, and whose attention scores them."""
+
+from __future__ import annotations
+
+import pytest
+
+from routing_lab.routing.members import PLACEMENTS, attention_sources, routed_layers
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "depth", "expected"),
+    [
+        ("alternate", {}, 12, [1, 3, 5, 7, 9, 11]),
+        ("alternate", {"first": 2, "stride": 3}, 12, [2, 5, 8, 11]),
+        ("alternate", {"first": 0}, 3, [0, 2]),
+        ("later", {}, 12, [6, 7, 8, 9, 10, 11]),
+        ("later", {"first": 9}, 12, [9, 10, 11]),
+        ("every", {}, 4, [1, 2, 3]),
+        ("every", {"first": 0}, 2, [0, 1]),
+        ("stages", {}, 12, [3, 6, 9]),
+        ("bilayer", {}, 6, [1, 3]),
+        ("bilayer", {}, 5, [1, 3]),
+        ("trilayer", {}, 12, [1, 2, 4, 5, 7, 8, 10]),
+        ("trilayer", {}, 1, []),
+        ("list", {"layers": [4, 2]}, 6, [2, 4]),
+        ("list", {"layers": [1, 6], "base": 1}, 6, [0, 5]),
+    ],
+)
+def test_routed_layers(name: str, options: dict, depth: int, expected: list[int]) -> None:
+    assert routed_layers(name, depth, **options) == expected
+
+
+@pytest.mark.parametrize("name", ["bilayer", "trilayer"])
+@pytest.mark.parametrize("depth", range(1, 30))
+def test_first_and_last_layer_stay_dense(name: str, depth: int) -> None:
+    routed = routed_layers(name, depth)
+    assert 0 not in routed
+    assert depth - 1 not in routed
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("alternate", {"first": 6}), ("later", {"first": 6}), ("every", {"first": 9}), ("stages", {}), ("list", {"layers": [6]})],
+)
+def test_a_layer_that_does_not_exist_is_named_with_the_layers_there_are(name: str, options: dict) -> None:
+    with pytest.raises(ValueError, match=r"placement\.\w+ = [\d, ]+: the backbone has layers 0 to 5 \(zero-based\)"):
+        routed_layers(name, 6, **options)
+
+
+def test_layers_counted_from_one_are_refused_as_they_were_counted() -> None:
+    with pytest.raises(ValueError, match=r"placement.layers = 0, 7: the backbone has layers 1 to 6 \(counted from 1\)"):
+        routed_layers("list", 6, layers=[0, 3, 7], base=1)
+
+
+def test_a_layer_named_twice_is_refused() -> None:
+    with pytest.raises(ValueError, match="names a layer twice"):
+        routed_layers("list", 6, layers=[2, 2])
+
+
+def test_a_placement_from_outside_is_a_function() -> None:
+    assert routed_layers(lambda depth, every: range(0, depth, every), 6, every=3) == [0, 3]
+    with pytest.raises(ValueError, match="layers 0 to 5"):
+        routed_layers(lambda depth: [depth], 6)
+
+
+@pytest.mark.parametrize(
+    ("routed", "options", "expected"),
+    [
+        ([1, 3, 5], {}, {1: 0, 3: 2, 5: 4}),
+        ([3, 4, 5], {"source": "last_dense"}, {3: 2, 4: 2, 5: 2}),
+        ([2, 5], {"source": "lag", "lag": 2}, {2: 0, 5: 3}),
+        ([2, 4], {"source": 1}, {2: 1, 4: 1}),
+        ([1, 2], {"source": "previous", "fill": "zero"}, {1: 0, 2: 1}),
+        ([1, 2], {"source": "previous", "sublayer": "mlp"}, {1: 0, 2: 1}),
+        ([0, 1], {"source": "same", "sublayer": "mlp"}, {0: 0, 1: 1}),
+    ],
+)
+def test_attention_sources(routed: list[int], options: dict, expected: dict[int, int]) -> None:
+    assert attention_sources(routed, 6, **options) == expected
+
+
+@pytest.mark.parametrize(
+    ("routed", "options", "reason"),
+    [
+        ([0, 2], {}, "routed layer 0 .* has no such layer below it"),
+        ([0], {"source": "last_dense"}, "routed layer 0 .* has no dense layer below it"),
+        ([1], {"source": "lag", "lag": 2, "fill": "carry"}, "routed layer 1 .* has no such layer"),
+        ([1, 2], {}, "layer 1, the source of routed layer 2, is itself routed"),
+        ([2, 4], {"source": 2}, "layer 2 runs after the selection of routed layer 2"),
+        ([2, 4], {"source": 3}, "layer 3 runs after the selection of routed layer 2"),
+        ([2], {"source": "same"}, "only with placement.sublayer=mlp, not block"),
+        ([2], {"source": "same", "sublayer": "attention"}, "only with placement.sublayer=mlp, not attention"),
+    ],
+)
+def test_attention_that_is_not_there_is_refused(routed: list[int], options: dict, reason: str) -> None:
+    with pytest.raises(ValueError, match=rf"placement.attention_source = .*{reason}"):
+        attention_sources(routed, 6, **options)
+
+
+def test_every_placement_is_deterministic_and_sorted() -> None:
+    for name in PLACEMENTS:
+        options = {"layers": [3, 1]} if name in ("stages", "list") else {}
+        assert routed_layers(name, 12, **options) == sorted(set(routed_layers(name, 12, **options)))

@@ -1,0 +1,147 @@
+"""Every member that ships composes, is valid, and is what the code says it is."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from itertools import combinations
+from typing import Any
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from routing_lab.config import Composer, ConfigError, check, conf_path, load
+from routing_lab.config.checks import TRAITS, locate
+from routing_lab.config.compose import REQUIRED_GROUPS
+from routing_lab.config.schema import MEMBER_MODELS
+from routing_lab.data.schema import DATA_SETS
+from routing_lab.routing.members import AXES, TARGETS
+
+GROUPS = {
+    folder.name: sorted(path.stem for path in folder.glob("*.yaml"))
+    for folder in sorted(conf_path().iterdir())
+    if folder.is_dir() and folder.name != "hydra"
+}
+MEMBERS = [(group, member) for group, names in GROUPS.items() for member in names]
+
+NEEDS = {
+    ("backbone", "timm"): ["backbone.timm_name=vit_tiny_patch16_224"],
+    ("scaling", "soft_mix"): ["router=mlp", "placement.sublayer=attention"],
+    ("scaling", "top1_probability"): ["router=mlp"],
+    ("capacity", "argmax"): ["router=mlp"],
+    ("placement", "stages"): ["placement.layers=[1,3,5]"],
+    ("placement", "list"): ["placement.layers=[2,4]"],
+    ("bypass", "project"): ["placement.sublayer=attention"],
+}
+"""What a member needs beside itself to mean anything on the default backbone."""
+
+
+def is_on_disk(group: str, member: str) -> bool:
+    """Whether the member can be checked without files that a test machine lacks."""
+    return (group, member) not in {("init", "checkpoint"), ("init", "pretrained"), ("backbone", "llama_micro")} and (
+        group != "data" or member in ("digits", "planted")
+    )
+
+
+@pytest.mark.parametrize(("group", "member"), [pair for pair in MEMBERS if is_on_disk(*pair)])
+def test_each_member_is_valid(group: str, member: str) -> None:
+    depth = ["backbone.depth=12"] if group == "method" else []
+    loaded = load([f"{group}={member}", *depth, *NEEDS.get((group, member), [])])
+    if group in MEMBER_MODELS:
+        assert getattr(loaded.config, group).name == member
+
+
+@pytest.mark.parametrize(("group", "member"), [pair for pair in MEMBERS if not is_on_disk(*pair)])
+def test_members_that_need_files_compose(group: str, member: str) -> None:
+    config, problems = Composer().compose([f"{group}={member}"])
+    assert problems == []
+    assert config[group]["kind" if group == "init" else "name"] == member
+    if group == "data":
+        assert member in DATA_SETS
+
+
+def test_the_files_are_the_members_the_code_knows() -> None:
+    for axis in AXES:
+        assert set(GROUPS[axis]) == set(MEMBER_MODELS[axis]) == set(TARGETS[axis])
+    assert set(GROUPS["data"]) == set(DATA_SETS)
+    assert set(REQUIRED_GROUPS) | {"method"} == set(GROUPS)
+
+
+@pytest.mark.parametrize(("axis", "member"), [pair for pair in MEMBERS if pair[0] in AXES])
+def test_a_file_names_its_class_and_states_every_option(axis: str, member: str) -> None:
+    file = yaml.safe_load((conf_path() / axis / f"{member}.yaml").read_text())
+    model = MEMBER_MODELS[axis][member]
+    assert file["_target_"] == TARGETS[axis][member]
+    assert file["name"] == member
+    shared = set(yaml.safe_load((conf_path() / "train.yaml").read_text()).get(axis, {}))
+    keys = {field.alias or name for name, field in model.model_fields.items()}
+    assert keys - shared <= set(file) <= keys
+
+
+@pytest.mark.parametrize(("axis", "member"), [pair for pair in MEMBERS if pair[0] in AXES])
+def test_options_are_arguments_of_the_class(axis: str, member: str) -> None:
+    config = load([f"{axis}={member}", *NEEDS.get((axis, member), [])]).config
+    target = locate(getattr(config, axis).class_path)
+    accepted: set[str] = set()
+    for kind in inspect.getmro(target) if inspect.isclass(target) else (target,):
+        accepted |= set(inspect.signature(kind).parameters)
+    assert set(getattr(config, axis).options) <= accepted
+    if axis not in ("placement", "visibility"):
+        assert target.traits == TRAITS[axis][0][member]
+
+
+@pytest.fixture(scope="module")
+def nodes() -> dict[tuple[str, str], dict[str, Any]]:
+    """The composed node of every member of every axis."""
+    composer = Composer()
+    found = {}
+    for axis in AXES:
+        for member in GROUPS[axis]:
+            layers = ["placement.layers=[1,3]"] if member in ("list", "stages") else []
+            found[axis, member] = OmegaConf.to_container(composer.compose([f"{axis}={member}", *layers])[0][axis])
+    return found
+
+
+@pytest.mark.parametrize(("first", "second"), list(combinations(AXES, 2)))
+def test_pairs_of_members_are_valid_or_refused_for_a_reason(first: str, second: str, nodes: dict[tuple[str, str], Any]) -> None:
+    base = load().resolved
+    for number in range(max(len(GROUPS[first]), len(GROUPS[second]))):
+        one, other = (GROUPS[axis][number % len(GROUPS[axis])] for axis in (first, second))
+        try:
+            check({**base, first: nodes[first, one], second: nodes[second, other]})
+        except ConfigError as error:
+            assert all(" = " in str(problem) for problem in error.problems)
+
+
+def test_a_method_is_a_preset_and_the_command_line_wins() -> None:
+    mod = load(["method=mod"]).config
+    assert (mod.router.name, mod.scaling.name, mod.capacity.name) == ("linear", "multiply", "topk")
+    amod = load(["method=amod", "scaling=multiply", "capacity.fraction=0.125"]).config
+    assert (amod.router.name, amod.scaling.name, amod.capacity.options["fraction"]) == ("amod", "multiply", 0.125)
+    assert load(["scaling=multiply", "method=amod"]).resolved == load(["method=amod", "scaling=multiply"]).resolved
+
+
+def test_launcher_presets_compose() -> None:
+    for launcher in ("basic", "joblib", "submitit_local", "submitit_slurm", "ray"):
+        config, problems = Composer().compose([f"hydra/launcher={launcher}"])
+        assert problems == []
+        assert launcher.split("_")[0] in config.hydra.launcher["_target_"].lower()
+
+
+def test_shape_of_a_backbone_that_is_only_named() -> None:
+    backbone = load(["backbone=timm", "backbone.timm_name=vit_small_patch14_reg4_dinov2", "backbone.image_size=28"]).config.backbone
+    assert (backbone.width, backbone.depth, backbone.heads, backbone.registers) == (384, 12, 6, 4)
+    assert backbone.facts().prefix == ("class", "registers", "registers", "registers", "registers")
+    assert backbone.facts().tokens == 5 + 4
+
+
+def test_checking_a_configuration_needs_no_torch() -> None:
+    code = (
+        "import sys; from routing_lab.config import load; import routing_lab.train, routing_lab.cli;"
+        "load(['router=amod', 'scaling=multiply', 'seed=0']);"
+        "print([name for name in ('torch', 'timm', 'lightning', 'pandas') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
