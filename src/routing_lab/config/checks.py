@@ -23,6 +23,7 @@ from routing_lab.config.schema import (
     ConstantRouter,
     FractionCapacity,
     LlamaBackbone,
+    LossConfig,
     Member,
     PlacementConfig,
     RouterConfig,
@@ -98,29 +99,33 @@ def outside_member(axis: str, member: Member) -> Iterator[Problem]:
     """Refusals of a member from outside the package: its class does not exist or does not take the options given."""
     if member.class_path == members.TARGETS[axis].get(member.name):
         return
+    yield from _takes_options(axis, member.class_path, member.options, GIVEN_BY_THE_CORE[axis])
+
+
+def _takes_options(key: str, path: str, options: Mapping[str, Any], given: frozenset[str]) -> Iterator[Problem]:
+    """Refusals of a class or function that does not exist or does not take these options; `given` come from elsewhere."""
     try:
-        target = locate(member.class_path)
+        target = locate(path)
         parameters = dict(inspect.signature(target).parameters)
     except UnknownTarget as error:
-        yield Problem.of(f"{axis}._target_", member.class_path, str(error))
+        yield Problem.of(f"{key}._target_", path, str(error))
         return
     except (TypeError, ValueError):
-        yield Problem.of(f"{axis}._target_", member.class_path, "is neither a class nor a function")
+        yield Problem.of(f"{key}._target_", path, "is neither a class nor a function")
         return
-    given = GIVEN_BY_THE_CORE[axis]
     open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     named = {
         name: parameter
         for name, parameter in parameters.items()
         if name not in given and parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
     }
-    for key, value in member.options.items():
-        if key not in named and not open_ended:
-            hint = alternatives(key, named, "it takes ") or "it takes no options"
-            yield Problem.of(f"{axis}.{key}", value, f"{member.class_path} has no such argument; {hint}")
+    for option, value in options.items():
+        if option not in named and not open_ended:
+            hint = alternatives(option, named, "it takes ") or "it takes no options"
+            yield Problem.of(f"{key}.{option}", value, f"{path} has no such argument; {hint}")
     for name, parameter in named.items():
-        if parameter.default is parameter.empty and name not in member.options:
-            yield Problem(f"{axis}.{name}", None, f"is missing; {member.class_path} requires it")
+        if parameter.default is parameter.empty and name not in options:
+            yield Problem(f"{key}.{name}", None, f"is missing; {path} requires it")
 
 
 # --- refusals: backbone ---
@@ -319,6 +324,46 @@ def scaling_fits(
         yield Problem.of("scaling", scaling.name, f"is defined for bypass={_or(traits.bypasses)} only, not {bypass.name}")
 
 
+# --- refusals: auxiliary losses ---
+
+
+def losses_fit(
+    losses: Mapping[str, LossConfig],
+    router: RouterConfig,
+    capacity: CapacityConfig,
+    placement: PlacementConfig,
+    facts: BackboneFacts,
+) -> Iterator[Problem]:
+    """Every auxiliary loss finds in the trace what it reads, and a target."""
+    traits = traits_of("router", router)
+    if not traits.routes:
+        return
+    for name, loss in losses.items():
+        key = f"losses.{name}"
+        if loss.class_path != members.LOSS_TARGETS.get(name):
+            yield from _takes_options(key, loss.class_path, loss.options, frozenset({"trace"}))
+            continue
+        reads = members.LOSSES[name].reads
+        if reads == "logits" and not traits.learned:
+            learned = [known for known, found in members.ROUTERS.items() if found.learned]
+            yield Problem.of("losses", name, f"reads a learned router's logits, and router={router.name} has none; use router={_or(learned)}")
+        elif reads == "probability" and not traits.probability:
+            able = [known for known, found in members.ROUTERS.items() if found.probability]
+            yield Problem.of("losses", name, f"reads attend probabilities, which router={router.name} does not give; use router={_or(able)}")
+        target = loss.options.get("target", 0.0)
+        if members.LOSSES[name].needs_target and target is None and not traits_of("capacity", capacity).has_fraction:
+            yield Problem.of(f"{key}.target", None, f"capacity={capacity.name} aims at no fraction: give one, in (0, 1]")
+        if isinstance(target, list):
+            try:
+                count = len(layers_of(placement, facts))
+            except (ValueError, TypeError, UnknownTarget):
+                continue
+            if len(target) != count:
+                yield Problem.of(
+                    f"{key}.target", target, f"has {len(target)} entries for {count} routed layers; give one each, or a number"
+                )
+
+
 # --- refusals: files and recipe ---
 
 
@@ -351,6 +396,7 @@ REFUSALS: tuple[Callable[..., Iterator[Problem]], ...] = (
     excluded_tokens_exist,
     capacity_fits,
     scaling_fits,
+    losses_fit,
     data_exist,
     checkpoint_exists,
     dense_run_is_trained,
@@ -418,7 +464,26 @@ def capacity_routes(capacity: CapacityConfig, router: RouterConfig, train: Train
             )
 
 
-REMARKS: tuple[Callable[..., Iterator[str]], ...] = (router_learns, keys_without_effect, capacity_routes)
+def losses_change_something(losses: Mapping[str, LossConfig], router: RouterConfig, train: TrainConfig) -> Iterator[str]:
+    """Auxiliary losses that nothing follows."""
+    traits = traits_of("router", router)
+    for name, loss in losses.items():
+        if not loss.weight:
+            continue
+        if not traits.routes:
+            yield f"losses={name} has no effect: router={router.name} routes nothing"
+        elif not train.epochs:
+            yield f"losses={name} has no effect without training (train.epochs=0)"
+        elif name in members.LOSSES and members.LOSSES[name].reads == "decision" and not traits.learned:
+            yield f"losses={name} adds a constant: the decision of router={router.name} carries no gradient"
+
+
+REMARKS: tuple[Callable[..., Iterator[str]], ...] = (
+    router_learns,
+    keys_without_effect,
+    capacity_routes,
+    losses_change_something,
+)
 
 
 def run_checks(sections: Mapping[str, Any], names: tuple[Callable[..., Iterator[Any]], ...]) -> Iterator[Any]:

@@ -34,6 +34,8 @@ REQUIRED_GROUPS = (
     *("backbone", "router", "scaling", "capacity", "placement", "bypass", "visibility"),
     *("data", "init", "recipe"),
 )
+LIST_GROUPS = ("losses",)
+"""Groups of which any number of members may be chosen."""
 COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, ValueError, OSError)
 
 
@@ -127,6 +129,13 @@ class Composer:
         if not self._is_group(override) or override.is_sweep_override():
             return None
         value, known = override.value(), self.members(group)
+        if group in LIST_GROUPS:
+            names = value if isinstance(value, list) else [value]
+            unknown = next((name for name in names if name not in known), None)
+            if not any(name not in known for name in names):
+                return None
+            hint = alternatives(str(unknown), known, "there are ")
+            return Problem(group, shown(value), f"takes names of members, as losses=[ratio,z]; {hint}")
         if value is None and group not in REQUIRED_GROUPS:
             return None
         if not isinstance(value, str):
@@ -142,6 +151,9 @@ class Composer:
         key = override.key_or_group
         config = self._load(accepted)
         parent, _, last = key.rpartition(".")
+        group, name = [*key.split("."), ""][:2]
+        if group in LIST_GROUPS and name in self.members(group):
+            return Problem(key, value, f"{group}={name} is not chosen; add it, as in {group}=[{name}]")
         node = OmegaConf.select(config, parent, throw_on_resolution_failure=False) if parent else config
         if isinstance(node, DictConfig) and last not in node and not override.is_delete():
             known = [str(name) for name in node if name != "hydra"]

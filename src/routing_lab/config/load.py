@@ -14,11 +14,11 @@ from pydantic.fields import FieldInfo
 from routing_lab.config.checks import REFUSALS, REMARKS, outside_members, run_checks
 from routing_lab.config.compose import Composer, plain
 from routing_lab.config.problems import ConfigError, Problem, accepted_by, alternatives, from_validation, parts_of
-from routing_lab.config.schema import MEMBER_MODELS, OUTSIDE_MODELS, Config
+from routing_lab.config.schema import LOSS_MODELS, MEMBER_MODELS, OUTSIDE_MODELS, Config, LossConfig, OutsideLoss
 from routing_lab.config.timm_shape import complete_from_timm
 from routing_lab.routing.members import BackboneFacts
 
-ABOUT_TRAINING = ("data", "init", "train")
+ABOUT_TRAINING = ("losses", "data", "init", "train")
 """Sections that are not looked at when only the routing of a given model is configured."""
 
 
@@ -99,6 +99,9 @@ def _check(composed: DictConfig, facts: BackboneFacts | None, problems: list[Pro
     data, unresolved = plain(composed)
     for axis, _, key in (path.partition(".") for path in options_of_other_members(data)):
         data[axis] = {name: value for name, value in data[axis].items() if name != key}
+    if data.get("method") is not None and isinstance(data.get("losses"), Mapping):
+        # A method's coefficient for a loss that was taken out of its list.
+        data["losses"] = {name: keys for name, keys in data["losses"].items() if "_target_" in keys}
     sections, invalid = _validate(data)
     problems = [*problems, *shapeless]
     covered = {"backbone", "data"} if shapeless else set()
@@ -136,7 +139,7 @@ def _validate(data: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
             problems.append(Problem(name, None, "is missing"))
             continue
         try:
-            sections[name] = _section(name, field, data[name])
+            sections[name] = _losses(data[name]) if name == "losses" else _section(name, field, data[name])
         except ConfigError as error:
             problems += error.problems
     return sections, problems
@@ -157,6 +160,27 @@ def _section(name: str, field: FieldInfo, value: Any) -> Any:
         return model.model_validate(value)
     except ValidationError as error:
         raise ConfigError(from_validation(error, model, name, value)) from None
+
+
+def _losses(value: Any) -> dict[str, LossConfig]:
+    if not isinstance(value, Mapping):
+        raise ConfigError([Problem.of("losses", value, "must be a group of losses, each with its keys")])
+    found: dict[str, LossConfig] = {}
+    problems: list[Problem] = []
+    for name, keys in value.items():
+        model = LOSS_MODELS.get(name, OutsideLoss)
+        if not isinstance(keys, Mapping) or "_target_" not in keys:
+            problems.append(
+                Problem.of(f"losses.{name}", keys, f"must be chosen first, losses=[{name}]; {alternatives(name, LOSS_MODELS, 'there are ')}")
+            )
+            continue
+        try:
+            found[name] = model.model_validate(keys)
+        except ValidationError as error:
+            problems += from_validation(error, model, f"losses.{name}", keys)
+    if problems:
+        raise ConfigError(problems)
+    return found
 
 
 def _member_model(axis: str, value: Mapping[str, Any]) -> type[BaseModel]:

@@ -478,6 +478,66 @@ OUTSIDE_MODELS: Mapping[str, type[Member]] = MappingProxyType(
 """Axis -> the model of a member from outside the package."""
 
 
+# --- auxiliary losses ---
+
+
+class LossConfig(Strict):
+    """Keys that every auxiliary loss has; the others are options of the function behind it.
+
+    weight: its coefficient in the loss; 0 switches it off. schedule: the coefficient over training, from its full value at
+    once (`constant`) or growing to it (`linear`, or `sine`: a quarter of a sine wave).
+    """
+
+    not_options: ClassVar[tuple[str, ...]] = ("class_path", "weight", "schedule")
+
+    class_path: str = Field(alias="_target_", min_length=1)
+    weight: float = Field(ge=0)
+    schedule: Literal["constant", "linear", "sine"]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments for the function at `class_path`."""
+        own = {key: getattr(self, key) for key in type(self).model_fields if key not in self.not_options}
+        return own | dict(self.model_extra or {})
+
+
+class RatioLoss(LossConfig):
+    """`losses=ratio`."""
+
+    target: Fraction | list[Fraction] | None
+    over: Literal["sample", "batch", "layers"]
+
+
+class HingeLoss(LossConfig):
+    """`losses=hinge`."""
+
+    target: Fraction
+
+
+class L1TargetLoss(LossConfig):
+    """`losses=l1_target`."""
+
+    target: Fraction
+    layers: Literal["all", "routed"]
+
+
+class OutsideLoss(LossConfig, Outside):
+    """A loss from outside the package."""
+
+
+LOSS_MODELS: Mapping[str, type[LossConfig]] = MappingProxyType(
+    {
+        "ratio": RatioLoss,
+        "hinge": HingeLoss,
+        "l1_target": L1TargetLoss,
+        "load": LossConfig,
+        "z": LossConfig,
+        "bce_auxiliary": LossConfig,
+    }
+)
+"""Name of a shipped loss -> the model of its keys."""
+
+
 # --- the whole ---
 
 
@@ -498,6 +558,7 @@ class Config(Strict):
     placement: SerializeAsAny[PlacementConfig]
     bypass: SerializeAsAny[BypassConfig]
     visibility: SerializeAsAny[VisibilityConfig]
+    losses: dict[str, SerializeAsAny[LossConfig]]
     data: DataConfig
     init: InitConfig
     train: TrainConfig
