@@ -8,7 +8,7 @@ Shape legend: B batch, N tokens that entered a layer, E logits of a token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -27,7 +27,7 @@ def ratio_loss(
     target: float | Sequence[float] | None = None,
     over: Literal["sample", "batch", "layers"] = "sample",
 ) -> Tensor:
-    """(mean decision - target)^2, averaged over the routed layers: a budget met on average (DynamicViT, Eq. 11).
+    """(mean decision - target)^2, averaged over the routed layers: a budget met on average (DynamicViT).
 
     Args:
         target: fraction of the patches that entered the model to keep, or one per routed layer; None: the capacity's.
@@ -109,6 +109,65 @@ def bce_auxiliary_loss(trace: Trace) -> Tensor:
     return torch.stack(losses).mean()
 
 
+def ponder_loss(trace: Trace) -> Tensor:
+    """mean_i rho_i, rho_i = layers that ran token i + the halting mass it had when it entered the last of them (A-ViT, Eq. 7).
+
+    The mean is over all tokens that entered the model. The number of layers is a constant: the gradient flows through the
+    mass alone.
+    """
+    _needs_halting(trace)
+    remainder = mass = torch.ones_like(trace[0].origin, dtype=torch.float32)
+    layers = torch.zeros_like(mass)
+    for ran, spent in _by_first_token(trace):
+        layers = layers + ran
+        remainder = torch.where(ran, mass, remainder)
+        mass = mass if spent is None else mass - spent
+    return (layers + remainder).mean()
+
+
+def halting_prior_loss(
+    trace: Trace,
+    *,
+    center: float = 8.0,
+    std: float = 1.0,
+    form: Literal["paper", "code"] = "paper",
+    skip_first_sample: bool = False,
+) -> Tensor:
+    """Divergence of the mean halting score of each layer from a Gaussian over the layers (A-ViT, Eq. 11).
+
+    With p the layers' means, divided by their sum, and q the Gaussian's density at the layers' indices:
+
+    Args:
+        center, std: of the Gaussian, in zero-based layers.
+        form: `paper`: KL(p | q), q divided by its sum; `code`: as released, KL(q | p) / L, q scaled so that its entries
+            below `center` sum to 0.98, p clamped to [0.01, 0.99], and no loss where it is negative.
+        skip_first_sample: leave the batch's first sample out of the means, as the released slice h[1:] does, which meant
+            the class token; a batch of one sample then has no loss.
+    """
+    means = halting_means(trace, skip_first_sample)
+    if skip_first_sample and len(trace[0].origin) == 1:
+        return means.new_zeros(())
+    index = torch.tensor([i for i, layer in enumerate(trace.layers) if layer.halting is not None]).to(means)
+    q = torch.exp(-0.5 * ((index - center) / std).square())
+    p = means / means.sum()
+    smallest = torch.finfo(p.dtype).tiny
+    if form == "paper":
+        q = q / q.sum()
+        return (p * (p.clamp_min(smallest).log() - q.clamp_min(smallest).log())).sum()
+    divergence = F.kl_div(p.clamp(0.01, 0.99).log(), 0.98 * q / q[index < center].sum(), reduction="sum") / len(q)
+    return divergence.clamp_min(0)
+
+
+def halting_means(trace: Trace, skip_first_sample: bool = False) -> Tensor:
+    """[L] mean halting score after each layer that has one, over all tokens that entered the model.
+
+    Removed tokens count as zero; hidden ones (`bypass=ponder_masked`) with the score they have.
+    """
+    _needs_halting(trace)
+    first = 1 if skip_first_sample else 0
+    return torch.stack([spent[first:].mean() for _, spent in _by_first_token(trace) if spent is not None])
+
+
 LOSSES: dict[str, Loss] = {
     "ratio": ratio_loss,
     "hinge": hinge_loss,
@@ -116,6 +175,8 @@ LOSSES: dict[str, Loss] = {
     "load": load_loss,
     "z": z_loss,
     "bce_auxiliary": bce_auxiliary_loss,
+    "ponder": ponder_loss,
+    "halting_prior": halting_prior_loss,
 }
 """The shipped losses by name."""
 
@@ -139,6 +200,24 @@ def kept_share(trace: Trace, layer: LayerTrace) -> Tensor:
     """[B] kept patches of a layer over the patches that entered the model."""
     first = (trace[0].origin >= 0).sum(dim=1)
     return (decision(layer) * (layer.origin >= 0)).sum(dim=1) / first
+
+
+def _needs_halting(trace: Trace) -> None:
+    if all(layer.halting is None for layer in trace.layers):
+        raise ValueError("the trace has no halting scores: the loss needs router=halting")
+
+
+def _by_first_token(trace: Trace) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """For each layer, by token that entered the model: [B, N0] whether the layer ran it, and the halting mass it spent."""
+    batch, first = trace[0].origin.shape
+    position = torch.arange(first, device=trace[0].origin.device).expand(batch, first)
+    for layer in trace.layers:
+        ran = _kept_mask(layer).gather(1, position.clamp_min(0)) & (position >= 0)
+        position = position if layer.source is None else layer.source
+        spent = None
+        if layer.halting is not None:
+            spent = layer.halting.gather(1, position.clamp_min(0)) * (position >= 0)
+        yield ran, spent
 
 
 def _routed(trace: Trace) -> list[LayerTrace]:

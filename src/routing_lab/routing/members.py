@@ -229,6 +229,8 @@ LOSSES: Mapping[str, LossTraits] = MappingProxyType(
         "load": LossTraits(reads="probability"),
         "z": LossTraits(reads="logits"),
         "bce_auxiliary": LossTraits(reads="logits"),
+        "ponder": LossTraits(reads="halting"),
+        "halting_prior": LossTraits(reads="halting"),
     }
 )
 
