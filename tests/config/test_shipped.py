@@ -14,10 +14,10 @@ from omegaconf import OmegaConf
 
 from routing_lab.config import Composer, ConfigError, check, conf_path, load
 from routing_lab.config.checks import TRAITS, locate
-from routing_lab.config.compose import REQUIRED_GROUPS
-from routing_lab.config.schema import MEMBER_MODELS
+from routing_lab.config.compose import LIST_GROUPS, REQUIRED_GROUPS
+from routing_lab.config.schema import LOSS_MODELS, MEMBER_MODELS
 from routing_lab.data.schema import DATA_SETS
-from routing_lab.routing.members import AXES, TARGETS
+from routing_lab.routing.members import AXES, LOSS_TARGETS, LOSSES, TARGETS
 
 GROUPS = {
     folder.name: sorted(path.stem for path in folder.glob("*.yaml"))
@@ -27,6 +27,12 @@ GROUPS = {
 MEMBERS = [(group, member) for group, names in GROUPS.items() for member in names]
 
 NEEDS = {
+    ("losses", "load"): ["router=mlp", "scaling=multiply"],
+    ("losses", "z"): ["router=linear", "scaling=multiply"],
+    ("losses", "bce_auxiliary"): ["router=linear", "scaling=multiply"],
+    ("losses", "ratio"): ["router=linear", "scaling=multiply"],
+    ("losses", "hinge"): ["router=linear", "scaling=multiply"],
+    ("losses", "l1_target"): ["router=linear", "scaling=multiply"],
     ("backbone", "timm"): ["backbone.timm_name=vit_tiny_patch16_224"],
     ("scaling", "soft_mix"): ["router=mlp", "placement.sublayer=attention"],
     ("scaling", "top1_probability"): ["router=mlp"],
@@ -66,7 +72,8 @@ def test_the_files_are_the_members_the_code_knows() -> None:
     for axis in AXES:
         assert set(GROUPS[axis]) == set(MEMBER_MODELS[axis]) == set(TARGETS[axis])
     assert set(GROUPS["data"]) == set(DATA_SETS)
-    assert set(REQUIRED_GROUPS) | {"method"} == set(GROUPS)
+    assert set(GROUPS["losses"]) == set(LOSS_MODELS) == set(LOSSES) == set(LOSS_TARGETS)
+    assert {*REQUIRED_GROUPS, *LIST_GROUPS, "method"} == set(GROUPS)
 
 
 @pytest.mark.parametrize(("axis", "member"), [pair for pair in MEMBERS if pair[0] in AXES])
