@@ -161,6 +161,7 @@ def _routed_layer(config: Config, spec: LayerSpec) -> RoutedLayer:
     # Token choice follows the router's own decision, which the router states and the capacity does not know.
     choice = {"boundary": router.traits.boundary} if capacity_class.traits.needs_choice else {}
     capacity = capacity_class(spec, **config.capacity.options, **choice)
+    bypass_class = locate(config.bypass.class_path)
     corruption = None
     if config.router.corrupt != "none":
         corruption = Corruption(
@@ -175,7 +176,7 @@ def _routed_layer(config: Config, spec: LayerSpec) -> RoutedLayer:
         router,
         capacity,
         locate(config.scaling.class_path)(**config.scaling.options),
-        locate(config.bypass.class_path)(**config.bypass.options),
+        bypass_class(*([spec] if bypass_class.traits.placed else []), **config.bypass.options),
         locate(config.visibility.class_path)(**config.visibility.options),
         sublayer=config.placement.sublayer,
         corruption=corruption,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import pkgutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -84,9 +85,7 @@ class Case:
             from transformers import LlamaConfig, LlamaForCausalLM
 
             return LlamaForCausalLM(LlamaConfig(**spec["kwargs"]))
-        from timm.models.vision_transformer import VisionTransformer
-
-        return VisionTransformer(**spec["kwargs"])
+        return pkgutil.resolve_name(spec["kind"])(**spec["kwargs"])
 
 
 def find(families: dict[str, Callable[..., None]]) -> list[tuple[Case, Callable[..., None]]]:
