@@ -9,7 +9,11 @@ from typing import NoReturn
 
 import routing_lab
 
-COMMANDS = {"train": "train one run or a sweep"}
+COMMANDS = {
+    "train": "train one run or a sweep",
+    "study": "run the missing cells of a study and compute its verdict",
+    "report": "tables, figures and verdicts from records",
+}
 """Command -> what it does; the module of the same name has a `main(arguments)`."""
 
 
@@ -18,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     first = arguments[0] if arguments else "--help"
     if first in COMMANDS:
-        import_module(f"routing_lab.{first}").main(arguments[1:])
+        sys.exit(import_module(f"routing_lab.{first}").main(arguments[1:]))
     if first == "--version":
         print(f"routing_lab {routing_lab.__version__}")
     elif first in ("--help", "-h"):

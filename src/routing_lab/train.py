@@ -18,7 +18,7 @@ import shlex
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -45,7 +45,7 @@ TABLE = "sweep.csv"
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line; leaves through `sys.exit`."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    _import_from_here()
+    import_from_here()
     parsed = get_args_parser().parse_intermixed_args(arguments)
     # Hydra's own parser takes overrides in one piece only, not `router=amod -m seed=0,1`.
     arguments = [word for word in arguments if word not in parsed.overrides] + parsed.overrides
@@ -60,15 +60,13 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         sys.exit(2)
     for warning in command.warnings:
         print(f"note: {warning}", flush=True)
-    threads = shared_threads(command)
-    if threads is not None:
-        arguments.append(f"runtime.threads={threads}")
+    if command.is_sweep and command.threads is None:
+        threads = shared_threads(command.launcher, len(command.cells))
+        arguments += [] if threads is None else [f"runtime.threads={threads}"]
     if command.sweep_dir is None:
         sys.exit(_launch(arguments))
     folder = Path(command.sweep_dir)
-    for outcome in (folder / OUTCOMES).glob("*.json"):
-        outcome.unlink()
-    sys.exit(report_sweep(folder, command.cells, _launch(arguments)))
+    sys.exit(report_sweep(folder, command.cells, _launch(arguments, folder)))
 
 
 def job(config: DictConfig) -> dict[str, Any]:
@@ -98,6 +96,12 @@ def job(config: DictConfig) -> dict[str, Any]:
     return outcome
 
 
+def import_from_here() -> None:
+    """Let `_target_` name modules in the current folder, as `python -m` does; a console script does not."""
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+
+
 class Interrupted(KeyboardInterrupt):
     """A signal ended the command. number: of the signal; the exit code is 128 more."""
 
@@ -106,19 +110,46 @@ class Interrupted(KeyboardInterrupt):
         self.number = int(number)
 
 
-def shared_threads(command: Command) -> int | None:
-    """Threads for each of the cells that a launcher runs at the same time on this machine; None: leave it to torch."""
-    target = str(command.launcher.get("_target_", ""))
-    if not command.is_sweep or command.threads is not None:
-        return None
+def shared_threads(launcher: Mapping[str, Any], jobs: int) -> int | None:
+    """Threads for each of the jobs that a launcher runs at the same time on this machine; None: leave it to torch.
+
+    Args:
+        launcher: the node `hydra.launcher`.
+        jobs: how many jobs there are.
+    """
+    target = str(launcher.get("_target_", ""))
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    together = len(command.cells)
+    together = jobs
     if target.endswith("JoblibLauncher"):
-        jobs = int(command.launcher["n_jobs"])
-        together = min(together, jobs if jobs > 0 else max(1, processors + 1 + jobs))
+        workers = int(launcher["n_jobs"])
+        together = min(together, workers if workers > 0 else max(1, processors + 1 + workers))
     elif not target.endswith("submitit_launcher.LocalLauncher"):
         return None
     return max(1, processors // together)
+
+
+def launched(launch: Callable[[], object], sweep_dir: Path | None = None) -> int:
+    """Call `launch`, which starts jobs; its end as an exit code.
+
+    SIGTERM ends it as Ctrl-C does: jobs in other processes stop. Outcomes of an earlier launch into the same folder are
+    cleared first, see `sweep_outcomes`.
+    """
+    if sweep_dir is not None:
+        for outcome in (sweep_dir / OUTCOMES).glob("*.json"):
+            outcome.unlink()
+    try:
+        with _terminable():
+            launch()
+    except KeyboardInterrupt as interruption:
+        return 128 + getattr(interruption, "number", signal.SIGINT)
+    except SystemExit as leaving:
+        return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+    return 0
+
+
+def sweep_outcomes(sweep_dir: Path) -> dict[int, dict[str, Any]]:
+    """Number of a job -> the outcome it left in the sweep's folder."""
+    return {int(path.stem): json.loads(path.read_text("utf-8")) for path in (sweep_dir / OUTCOMES).glob("*.json")}
 
 
 def write_outcome(sweep_dir: Path, number: int, outcome: Mapping[str, Any]) -> None:
@@ -139,7 +170,7 @@ def report_sweep(folder: Path, cells: Sequence[Sequence[str]], code: int = 0) ->
     Returns:
         The exit code of the command: `code`, or 1 where it is 0 and a cell did not finish.
     """
-    outcomes = {int(path.stem): json.loads(path.read_text("utf-8")) for path in (folder / OUTCOMES).glob("*.json")}
+    outcomes = sweep_outcomes(folder)
     labels = _labels([outcomes[number]["overrides"] if number in outcomes else cell for number, cell in enumerate(cells)])
     records, failed = [], []
     for number, label in enumerate(labels):
@@ -258,27 +289,13 @@ def _hydra(arguments: Sequence[str]) -> None:
         sys.argv = given
 
 
-def _launch(arguments: Sequence[str]) -> int:
-    """Hydra's run as an exit code."""
-    try:
-        with _terminable():
-            _hydra(arguments)
-    except KeyboardInterrupt as interruption:
-        return 128 + getattr(interruption, "number", signal.SIGINT)
-    except SystemExit as leaving:
-        return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
-    return 0
+def _launch(arguments: Sequence[str], sweep_dir: Path | None = None) -> int:
+    return launched(lambda: _hydra(arguments), sweep_dir)
 
 
 def _own_path(config_path: str | None) -> Path | None:
     """`--config-path` as Hydra takes it: absolute, or relative to this file."""
     return None if config_path is None else Path(__file__).parent / config_path
-
-
-def _import_from_here() -> None:
-    """Let `_target_` name modules in the current folder, as `python -m` does; a console script does not."""
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.insert(0, os.getcwd())
 
 
 @contextmanager
