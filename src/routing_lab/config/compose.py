@@ -62,7 +62,7 @@ class Composer:
             if not folder.is_dir():
                 raise ConfigError([Problem("--config-dir", str(config_dir), f"no such folder (looked at {folder})")])
             search_path.prepend("command-line", f"file://{folder}", SearchPathQuery(provider="schema"))
-        self._loader = ConfigLoaderImpl(search_path)
+        self.loader = ConfigLoaderImpl(search_path)
         self._name = config_name or PRIMARY
 
     def compose(self, overrides: Sequence[str]) -> tuple[DictConfig, list[Problem]]:
@@ -80,7 +80,7 @@ class Composer:
 
     def members(self, group: str) -> list[str]:
         """Names of the members of a config group."""
-        return sorted(self._loader.get_group_options(group, ObjectType.CONFIG))
+        return sorted(self.loader.get_group_options(group, ObjectType.CONFIG))
 
     def _offenders(self, overrides: Sequence[str]) -> tuple[list[Problem], list[str]]:
         """The overrides that do not compose, as problems, and the others: added one by one, group choices first."""
@@ -115,11 +115,14 @@ class Composer:
 
     def sweep_dir(self, overrides: Sequence[str]) -> str:
         """The folder that a sweep with these overrides writes its table to."""
-        config = self._loader.load_configuration(self._name, list(overrides), run_mode=RunMode.MULTIRUN)
-        return str(config.hydra.sweep.dir)
+        return str(self.multirun_config(overrides).hydra.sweep.dir)
+
+    def multirun_config(self, overrides: Sequence[str]) -> DictConfig:
+        """The configuration of a multirun, `hydra` node included, as Hydra's launchers take it."""
+        return self.loader.load_configuration(self._name, list(overrides), run_mode=RunMode.MULTIRUN)
 
     def _load(self, overrides: Sequence[str]) -> DictConfig:
-        return self._loader.load_configuration(self._name, list(overrides), run_mode=RunMode.RUN)
+        return self.loader.load_configuration(self._name, list(overrides), run_mode=RunMode.RUN)
 
     def _is_group(self, override: Override) -> bool:
         return bool(self.members(override.key_or_group))
