@@ -25,6 +25,7 @@ from routing_lab.config.schema import (
     LlamaBackbone,
     LossConfig,
     Member,
+    Merge,
     PlacementConfig,
     RouterConfig,
     ScalingConfig,
@@ -63,7 +64,7 @@ GIVEN_BY_THE_CORE: Mapping[str, frozenset[str]] = {
     "router": frozenset({"self", "spec"}),
     "capacity": frozenset({"self", "spec", "boundary"}),
     "scaling": frozenset({"self"}),
-    "bypass": frozenset({"self"}),
+    "bypass": frozenset({"self", "spec"}),
     "visibility": frozenset({"self"}),
     "placement": frozenset({"depth"}),
 }
@@ -300,6 +301,60 @@ def capacity_fits(
             )
 
 
+def capacity_reads_scores(capacity: CapacityConfig, router: RouterConfig) -> Iterator[Problem]:
+    """A rule that samples by the scores gets scores to sample by."""
+    if not traits_of("router", router).routes or not traits_of("capacity", capacity).needs_positive:
+        return
+    if not traits_of("router", router).positive:
+        able = [name for name, facts in members.ROUTERS.items() if facts.positive]
+        yield Problem.of(
+            "capacity",
+            capacity.name,
+            f"samples in proportion to the scores, and those of router={router.name} may be negative; use router={_or(able)}",
+        )
+    if capacity.order != "highest":
+        yield Problem.of("capacity.order", capacity.order, f"capacity={capacity.name} samples in proportion to the scores")
+
+
+def prefix_survives(
+    capacity: CapacityConfig, router: RouterConfig, bypass: BypassConfig, facts: BackboneFacts
+) -> Iterator[Problem]:
+    """What removes tokens leaves those that the head, or a class-token score, finds by their position."""
+    traits, source = traits_of("bypass", bypass), traits_of("router", router)
+    if not source.routes or not traits.removes or not facts.prefix:
+        return
+    protected = {"none": 0, "class": 1, "prefix": len(facts.prefix)}[capacity.protect]
+    if protected < len(facts.prefix) and (source.attention or not traits.restores):
+        reason = f"router={router.name} reads" if traits.restores else "the head reads"
+        yield Problem.of(
+            "capacity.protect",
+            capacity.protect,
+            f"bypass={bypass.name} removes tokens, and {reason} the {_and(set(facts.prefix))} token: use protect=prefix",
+        )
+
+
+def removal_fits(
+    bypass: BypassConfig, placement: PlacementConfig, router: RouterConfig, facts: BackboneFacts
+) -> Iterator[Problem]:
+    """Tokens may be removed where no output belongs to each, and a list of merged tokens has one entry a routed layer."""
+    traits = traits_of("bypass", bypass)
+    if not traits_of("router", router).routes or not traits.removes:
+        return
+    if facts.causal and not traits.restores:
+        yield Problem.of("bypass", bypass.name, "removes tokens, and a language model has an output for every one; use skip")
+    if isinstance(bypass, Merge) and isinstance(bypass.merged, list):
+        try:
+            count = len(layers_of(placement, facts))
+        except (ValueError, TypeError, UnknownTarget):
+            return
+        if len(bypass.merged) != count:
+            yield Problem.of(
+                "bypass.merged",
+                bypass.merged,
+                f"has {len(bypass.merged)} entries for {count} routed layers; give one each, or a number",
+            )
+
+
 def scaling_fits(
     scaling: ScalingConfig, router: RouterConfig, placement: PlacementConfig, bypass: BypassConfig
 ) -> Iterator[Problem]:
@@ -395,6 +450,9 @@ REFUSALS: tuple[Callable[..., Iterator[Problem]], ...] = (
     router_fits_backbone,
     excluded_tokens_exist,
     capacity_fits,
+    capacity_reads_scores,
+    prefix_survives,
+    removal_fits,
     scaling_fits,
     losses_fit,
     data_exist,
@@ -441,7 +499,9 @@ def keys_without_effect(
         yield "router.corrupt=shuffle has no effect on the scores of router=constant"
 
 
-def capacity_routes(capacity: CapacityConfig, router: RouterConfig, train: TrainConfig) -> Iterator[str]:
+def capacity_routes(
+    capacity: CapacityConfig, router: RouterConfig, bypass: BypassConfig, train: TrainConfig
+) -> Iterator[str]:
     """Budgets that keep everything, that keep next to nothing, or whose schedule nothing follows."""
     traits = traits_of("router", router)
     if not traits.routes:
@@ -449,7 +509,7 @@ def capacity_routes(capacity: CapacityConfig, router: RouterConfig, train: Train
     if isinstance(capacity, FractionCapacity):
         fractions = capacity.fraction if isinstance(capacity.fraction, list) else [capacity.fraction]
         last = [capacity.fraction_last] if capacity.fraction_last and capacity.depth_schedule != "constant" else []
-        if all(fraction == 1 for fraction in [*fractions, *last]):
+        if all(fraction == 1 for fraction in [*fractions, *last]) and not traits_of("bypass", bypass).merges:
             yield "capacity.fraction=1 keeps every token: only the scaling distinguishes this arm from the dense model"
         if capacity.fraction_last is not None and capacity.depth_schedule == "constant":
             yield "capacity.fraction_last has no effect with capacity.depth_schedule=constant"
@@ -476,6 +536,8 @@ def losses_change_something(losses: Mapping[str, LossConfig], router: RouterConf
             yield f"losses={name} has no effect without training (train.epochs=0)"
         elif name in members.LOSSES and members.LOSSES[name].reads == "decision" and not traits.learned:
             yield f"losses={name} adds a constant: the decision of router={router.name} carries no gradient"
+        elif name in members.LOSSES and members.LOSSES[name].reads == "halting" and not traits.halts:
+            yield f"losses={name} adds a constant: router={router.name} knows no halting"
 
 
 REMARKS: tuple[Callable[..., Iterator[str]], ...] = (

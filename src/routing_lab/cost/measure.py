@@ -77,9 +77,9 @@ def parameter_counts(model: nn.Module) -> dict[str, int]:
 
 def count_trace(counter: TokenCounter, trace: Trace) -> None:
     """Record the token counts of one forward pass, all layers in one transfer from the device."""
-    counts = torch.stack([trace[layer].counts for layer in range(len(trace))]).tolist()
-    for layer, kept in enumerate(counts):
-        counter.add(layer, trace[layer].origin.shape[1], kept)
+    counts = torch.stack([torch.stack([part.entering, part.treated]) for part in trace.layers]).tolist()
+    for layer, (entering, treated) in enumerate(counts):
+        counter.add(layer, entering, treated)
 
 
 def _block_shape(block: Any) -> tuple[int, int, int, int]:

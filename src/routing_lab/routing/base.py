@@ -401,6 +401,7 @@ class LayerTrace:
         logits: [B, N, E] what a learned router made its scores of, see `Router.read`.
         relaxed: [B, N] the decision as 0 or 1 with a gradient, where the capacity or the bypass makes one in training.
         fraction: the fraction of tokens that the capacity aims at; None where it has none.
+        remaining: [B] int64, number of tokens that leave the layer; None in a layer that removes none.
     """
 
     scores: Tensor | None
@@ -416,6 +417,19 @@ class LayerTrace:
     logits: Tensor | None = None
     relaxed: Tensor | None = None
     fraction: float | None = None
+    remaining: Tensor | None = None
+
+    @property
+    def entering(self) -> Tensor:
+        """[B] int64: number of tokens that entered the layer."""
+        if self.valid is not None:
+            return self.valid.sum(dim=1)
+        return torch.full_like(self.counts, self.origin.shape[1])
+
+    @property
+    def treated(self) -> Tensor:
+        """[B] int64: number of tokens that the routed part computes: those kept, or where tokens are removed those left."""
+        return self.counts if self.remaining is None else self.remaining
 
 
 @dataclass

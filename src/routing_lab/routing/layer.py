@@ -446,6 +446,7 @@ def _trace(entered: Tokens, left: Tokens, choice: Choice) -> LayerTrace:
         logits=choice.logits,
         relaxed=selection.relaxed,
         fraction=choice.fraction,
+        remaining=None if left.source is entered.source else left.counts(),
     )
 
 

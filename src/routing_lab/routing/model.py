@@ -222,7 +222,14 @@ def _dense_trace(entered: Tokens, left: Tokens) -> LayerTrace:
     if entered.valid is not None:
         everything, counts = everything.masked_fill(~entered.valid, -1), entered.valid.sum(dim=1)
     return LayerTrace(
-        None, everything, counts, left.x.shape[1], entered.origins(), source=left.source, size=left.size
+        None,
+        everything,
+        counts,
+        left.x.shape[1],
+        entered.origins(),
+        source=left.source,
+        size=left.size,
+        valid=entered.valid,
     )
 
 

@@ -60,6 +60,12 @@ class Tokens:
         batch, tokens, _ = self.x.shape
         return torch.arange(tokens, device=self.x.device).expand(batch, tokens)
 
+    def counts(self) -> Tensor:
+        """[B] int64: how many tokens each sample has."""
+        if self.valid is not None:
+            return self.valid.sum(dim=1)
+        return torch.full(self.x.shape[:1], self.x.shape[1], device=self.x.device)
+
     def sizes(self) -> Tensor:
         """[B, N]: how many of the first tokens each token stands for."""
         return self.x.new_ones(self.x.shape[:2]) if self.size is None else self.size
