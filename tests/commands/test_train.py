@@ -58,7 +58,7 @@ def test_a_sweep_prints_and_writes_its_table(train: Any, trained: list, tmp_path
     assert "Differences" in out
     assert "[88.52, 93.48]" in out  # 91 +- t(2 df) / sqrt(3)
     assert "note: ratio 0.5 % (and 5 more like it)" in out
-    assert list(csv.DictReader(open(folder / "sweep.csv")))
+    assert len(list(csv.DictReader((folder / "sweep.csv").read_text().splitlines()))) >= 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["runs"]
 
     trained.clear()
@@ -157,10 +157,9 @@ class TestAsACommand:
             "try: main()\n"
             "finally: print([n for n in ('torch', 'timm', 'lightning') if n in sys.modules], file=sys.stderr)"
         )
-        for option in ("--help", "--hydra-help", "--info=searchpath"):
+        for option, said in (("--help", "visibility: all, kept"), ("--info=searchpath", "main")):
             done = self.run("-c", code, option, cwd=tmp_path)
             assert done.returncode == 0, done.stderr
-            assert done.stdout
+            assert said in done.stdout
             assert done.stderr.splitlines()[-1] == "[]"
-        assert "capacity: argmax, percentile, threshold, topk" in self.run("-c", code, "--help", cwd=tmp_path).stdout
         assert list(tmp_path.iterdir()) == []

@@ -73,6 +73,7 @@ def test_a_placement_from_outside_is_a_function() -> None:
         ([1, 2], {"source": "previous", "fill": "zero"}, {1: 0, 2: 1}),
         ([1, 2], {"source": "previous", "sublayer": "mlp"}, {1: 0, 2: 1}),
         ([0, 1], {"source": "same", "sublayer": "mlp"}, {0: 0, 1: 1}),
+        ([0, 1], {"source": "same"}, {0: 0, 1: 1}),
     ],
 )
 def test_attention_sources(routed: list[int], options: dict, expected: dict[int, int]) -> None:
@@ -88,8 +89,6 @@ def test_attention_sources(routed: list[int], options: dict, expected: dict[int,
         ([1, 2], {}, "layer 1, the source of routed layer 2, is itself routed"),
         ([2, 4], {"source": 2}, "layer 2 runs after the selection of routed layer 2"),
         ([2, 4], {"source": 3}, "layer 3 runs after the selection of routed layer 2"),
-        ([2], {"source": "same"}, "only with placement.sublayer=mlp, not block"),
-        ([2], {"source": "same", "sublayer": "attention"}, "only with placement.sublayer=mlp, not attention"),
     ],
 )
 def test_attention_that_is_not_there_is_refused(routed: list[int], options: dict, reason: str) -> None:

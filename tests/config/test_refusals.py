@@ -60,7 +60,6 @@ def refused(*overrides: str, config_dir: Path | None = None) -> list[str]:
         ("placement=bilayer backbone.depth=2", "placement = bilayer: routes none of the 2 layers; use router=dense"),
         ("placement.first=0", "placement.attention_source = previous: routed layer 0 (zero-based) has no such layer"),
         ("placement=every placement.attention_source=previous", "layer 1, the source of routed layer 2, is itself routed"),
-        ("placement.attention_source=same", "only with placement.sublayer=mlp"),
         ("placement.attention_source=3", "placement.attention_source = 3: layer 3 runs after the selection"),
         ("placement.attention_source=next", "placement.attention_source = next: must be one of previous, lag"),
         ("bypass=project", "bypass = project: is defined for placement.sublayer=attention only, not block"),
