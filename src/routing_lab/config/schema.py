@@ -521,6 +521,15 @@ class L1TargetLoss(LossConfig):
     layers: Literal["all", "routed"]
 
 
+class HaltingPriorLoss(LossConfig):
+    """`losses=halting_prior`."""
+
+    center: float
+    std: float = Field(gt=0)
+    form: Literal["paper", "code"]
+    skip_first_sample: bool
+
+
 class OutsideLoss(LossConfig, Outside):
     """A loss from outside the package."""
 
@@ -533,6 +542,8 @@ LOSS_MODELS: Mapping[str, type[LossConfig]] = MappingProxyType(
         "load": LossConfig,
         "z": LossConfig,
         "bce_auxiliary": LossConfig,
+        "ponder": LossConfig,
+        "halting_prior": HaltingPriorLoss,
     }
 )
 """Name of a shipped loss -> the model of its keys."""

@@ -113,9 +113,8 @@ def ponder_loss(trace: Trace) -> Tensor:
     """mean_i rho_i, rho_i = layers that ran token i + the halting mass it had when it entered the last of them (A-ViT, Eq. 7).
 
     The mean is over all tokens that entered the model. The number of layers is a constant: the gradient flows through the
-    mass alone.
+    mass alone, which stays one where the router knows no halting.
     """
-    _needs_halting(trace)
     remainder = mass = torch.ones_like(trace[0].origin, dtype=torch.float32)
     layers = torch.zeros_like(mass)
     for ran, spent in _by_first_token(trace):
@@ -135,7 +134,8 @@ def halting_prior_loss(
 ) -> Tensor:
     """Divergence of the mean halting score of each layer from a Gaussian over the layers (A-ViT, Eq. 11).
 
-    With p the layers' means, divided by their sum, and q the Gaussian's density at the layers' indices:
+    With p the layers' means, divided by their sum, and q the Gaussian's density at the layers' indices. Zero where the router
+    knows no halting.
 
     Args:
         center, std: of the Gaussian, in zero-based layers.
@@ -145,7 +145,7 @@ def halting_prior_loss(
             the class token; a batch of one sample then has no loss.
     """
     means = halting_means(trace, skip_first_sample)
-    if skip_first_sample and len(trace[0].origin) == 1:
+    if len(means) == 0 or (skip_first_sample and len(trace[0].origin) == 1):
         return means.new_zeros(())
     index = torch.tensor([i for i, layer in enumerate(trace.layers) if layer.halting is not None]).to(means)
     q = torch.exp(-0.5 * ((index - center) / std).square())
@@ -163,9 +163,9 @@ def halting_means(trace: Trace, skip_first_sample: bool = False) -> Tensor:
 
     Removed tokens count as zero; hidden ones (`bypass=ponder_masked`) with the score they have.
     """
-    _needs_halting(trace)
     first = 1 if skip_first_sample else 0
-    return torch.stack([spent[first:].mean() for _, spent in _by_first_token(trace) if spent is not None])
+    means = [spent[first:].mean() for _, spent in _by_first_token(trace) if spent is not None]
+    return torch.stack(means) if means else torch.zeros(0, device=trace[0].origin.device)
 
 
 LOSSES: dict[str, Loss] = {
@@ -200,11 +200,6 @@ def kept_share(trace: Trace, layer: LayerTrace) -> Tensor:
     """[B] kept patches of a layer over the patches that entered the model."""
     first = (trace[0].origin >= 0).sum(dim=1)
     return (decision(layer) * (layer.origin >= 0)).sum(dim=1) / first
-
-
-def _needs_halting(trace: Trace) -> None:
-    if all(layer.halting is None for layer in trace.layers):
-        raise ValueError("the trace has no halting scores: the loss needs router=halting")
 
 
 def _by_first_token(trace: Trace) -> Iterator[tuple[Tensor, Tensor | None]]:

@@ -39,6 +39,7 @@ class RouterTraits:
     unit_mass: scores of one sample sum to one, so that their mean is 1/N and a raw product removes most of the update.
     needs_class_token: the score reads the class token.
     log_probability: scores are logarithms of such probabilities.
+    halts: tokens spend a halting mass in the routed layers, and the score is what they have left (A-ViT).
     routes: False only for `dense`, which routes nothing.
     """
 
@@ -50,6 +51,7 @@ class RouterTraits:
     unit_mass: bool = False
     needs_class_token: bool = False
     log_probability: bool = False
+    halts: bool = False
     routes: bool = True
 
     @property
@@ -178,7 +180,7 @@ ROUTERS: Mapping[str, RouterTraits] = MappingProxyType(
         "value_attention": RouterTraits(
             attention=frozenset({"class_row", "value_norm"}), positive=True, unit_mass=True, needs_class_token=True
         ),
-        "halting": RouterTraits(),
+        "halting": RouterTraits(halts=True),
         "random": RouterTraits(positive=True),
         "constant": RouterTraits(),
     }
