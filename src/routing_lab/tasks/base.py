@@ -113,8 +113,8 @@ class RoutingMeter:
             self._sums = strategy.reduce(self._sums.to(strategy.root_device), reduce_op="sum").cpu()
 
     def kept_fraction(self) -> dict[int, float]:
-        """Kept over entering tokens of each routed layer."""
-        return self._ratio(0, 1)
+        """Kept over entering tokens of each routed layer; remaining over entering ones where tokens are removed."""
+        return self._ratio(3, 1)
 
     def update_ratio(self) -> dict[int, float]:
         """Mean absolute multiplier of the kept tokens' updates at each routed layer; 1 where nothing is multiplied.
@@ -202,10 +202,9 @@ def _layer_decay_groups(model: nn.Module, train: TrainConfig) -> list[dict[str, 
 
 
 def _layer_sums(layer: Any) -> Tensor:
-    """Kept tokens, entering tokens, sum of absolute multipliers."""
-    kept = layer.counts.sum().float()
-    entering = kept.new_tensor(float(layer.origin.shape[0] * layer.origin.shape[1]))
-    if layer.gate is None:
-        return torch.stack([kept, entering, kept])
-    gate = layer.gate.abs().float()
-    return torch.stack([kept, entering, gate.masked_fill(layer.kept < 0, 0.0).sum()])
+    """Kept tokens, entering tokens, sum of absolute multipliers, tokens that the routed part computes."""
+    kept, entering, treated = (count.sum().float() for count in (layer.counts, layer.entering, layer.treated))
+    multipliers = kept
+    if layer.gate is not None:
+        multipliers = layer.gate.abs().float().masked_fill(layer.kept < 0, 0.0).sum()
+    return torch.stack([kept, entering, multipliers, treated])
