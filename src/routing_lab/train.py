@@ -26,11 +26,12 @@ from typing import Any, NoReturn
 
 import hydra
 from hydra._internal.utils import get_args_parser
+from hydra.conf import HydraConf
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from routing_lab.config import Command, Composer, ConfigError, check, check_command, conf_path, run_folder
+from routing_lab.config import Composer, ConfigError, check, check_command, conf_path, run_folder
 from routing_lab.evidence import formatting
 from routing_lab.evidence.records import RecordError, read_record, write_json
 from routing_lab.training.store import FAILED, FINISHED, INTERRUPTED, RunFolder
@@ -44,13 +45,13 @@ TABLE = "sweep.csv"
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line; leaves through `sys.exit`."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
     import_from_here()
-    parsed = get_args_parser().parse_intermixed_args(arguments)
+    parsed = get_args_parser().parse_intermixed_args(words)
     # Hydra's own parser takes overrides in one piece only, not `router=amod -m seed=0,1`.
-    arguments = [word for word in arguments if word not in parsed.overrides] + parsed.overrides
+    words = [word for word in words if word not in parsed.overrides] + parsed.overrides
     if _is_hydras_own(parsed):
-        _hydra(arguments)
+        _hydra(words)
         sys.exit(0)
     try:
         composer = Composer(parsed.config_dir, _own_path(parsed.config_path), parsed.config_name)
@@ -62,11 +63,11 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         print(f"note: {warning}", flush=True)
     if command.is_sweep and command.threads is None:
         threads = shared_threads(command.launcher, len(command.cells))
-        arguments += [] if threads is None else [f"runtime.threads={threads}"]
+        words += [] if threads is None else [f"runtime.threads={threads}"]
     if command.sweep_dir is None:
-        sys.exit(_launch(arguments))
+        sys.exit(_launch(words))
     folder = Path(command.sweep_dir)
-    sys.exit(report_sweep(folder, command.cells, _launch(arguments, folder)))
+    sys.exit(report_sweep(folder, command.cells, _launch(words, folder)))
 
 
 def job(config: DictConfig) -> dict[str, Any]:
@@ -171,7 +172,9 @@ def report_sweep(folder: Path, cells: Sequence[Sequence[str]], code: int = 0) ->
         The exit code of the command: `code`, or 1 where it is 0 and a cell did not finish.
     """
     outcomes = sweep_outcomes(folder)
-    labels = _labels([outcomes[number]["overrides"] if number in outcomes else cell for number, cell in enumerate(cells)])
+    labels = _labels(
+        [outcomes[number]["overrides"] if number in outcomes else cell for number, cell in enumerate(cells)]
+    )
     records, failed = [], []
     for number, label in enumerate(labels):
         outcome = outcomes.get(number)
@@ -207,7 +210,7 @@ def _run(config: DictConfig, command: str, group: str | None) -> dict[str, Any]:
     return run_cell(loaded.config, loaded.resolved, loaded.warnings, command=command, group=group)
 
 
-def _command(hydra_config: DictConfig, overrides: Sequence[str]) -> str:
+def _command(hydra_config: HydraConf, overrides: Sequence[str]) -> str:
     """The command that runs this cell alone."""
     folders = [source.path for source in hydra_config.runtime.config_sources if source.provider == "command-line"]
     options = [word for folder in folders for word in ("--config-dir", os.path.relpath(folder))]
@@ -276,7 +279,14 @@ def _labels(cells: Sequence[Sequence[str]]) -> list[str]:
 
 def _is_hydras_own(parsed: argparse.Namespace) -> bool:
     """Whether the command asks Hydra for information and runs nothing."""
-    asked = (parsed.help, parsed.hydra_help, parsed.shell_completion, parsed.cfg, parsed.info, parsed.experimental_rerun)
+    asked = (
+        parsed.help,
+        parsed.hydra_help,
+        parsed.shell_completion,
+        parsed.cfg,
+        parsed.info,
+        parsed.experimental_rerun,
+    )
     return any(value not in (None, False) for value in asked)
 
 
@@ -300,7 +310,7 @@ def _own_path(config_path: str | None) -> Path | None:
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """SIGTERM ends the command as Ctrl-C does: jobs in other processes stop, and the table of what is done is printed."""
+    """SIGTERM ends the command as Ctrl-C does: jobs in other processes stop, and what is done is reported."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise Interrupted(number)

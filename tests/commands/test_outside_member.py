@@ -37,7 +37,9 @@ def test_the_example_trains(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
     assert command[0] == "python"
     quick = ["train.epochs=1", "train.warmup_epochs=0", "wandb.mode=disabled", "runtime.threads=1"]
-    done = subprocess.run([sys.executable, *command[1:], *quick], capture_output=True, text=True, cwd=tmp_path, timeout=300)
+    done = subprocess.run(
+        [sys.executable, *command[1:], *quick], capture_output=True, text=True, cwd=tmp_path, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     (record,) = (json.loads(path.read_text()) for path in tmp_path.glob("runs/*/run.json"))
     assert record["status"] == "finished"

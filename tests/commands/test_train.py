@@ -12,16 +12,24 @@ from typing import Any
 import pytest
 
 
-def test_a_refused_command_writes_nothing_and_exits_with_2(train: Any, trained: list, tmp_path: Path, capfd: Any) -> None:
+def test_a_refused_command_writes_nothing_and_exits_with_2(
+    train: Any, trained: list, tmp_path: Path, capfd: Any
+) -> None:
     assert train("router=amodd", "capacity.fraction=1.5", "seed=0,-1", "-m") == 2
     out, err = capfd.readouterr()
     assert out == ""
-    assert [line.split(":")[0] for line in err.splitlines()] == ["router = amodd", "capacity.fraction = 1.5", "seed = -1"]
+    assert [line.split(":")[0] for line in err.splitlines()] == [
+        "router = amodd",
+        "capacity.fraction = 1.5",
+        "seed = -1",
+    ]
     assert trained == []
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_single_run_prints_its_results_and_leaves_no_other_folder(train: Any, trained: list, tmp_path: Path, capfd: Any) -> None:
+def test_a_single_run_prints_its_results_and_leaves_no_other_folder(
+    train: Any, trained: list, tmp_path: Path, capfd: Any
+) -> None:
     assert train("router=linear", "seed=0") == 0
     out = capfd.readouterr().out
     assert "note: router=linear is learned but gets no gradient" in out
@@ -50,7 +58,9 @@ def test_a_failed_run_exits_with_1(train: Any, capfd: Any) -> None:
 def test_a_sweep_prints_and_writes_its_table(train: Any, trained: list, tmp_path: Path, capfd: Any) -> None:
     assert train("router=amod,random", "seed=0,1,2", "-m") == 0
     out = capfd.readouterr().out
-    assert [(call["router"], call["seed"]) for call in trained] == [(r, s) for r in ("amod", "random") for s in (0, 1, 2)]
+    assert [(call["router"], call["seed"]) for call in trained] == [
+        (r, s) for r in ("amod", "random") for s in (0, 1, 2)
+    ]
     (folder,) = (tmp_path / "runs" / "sweeps").iterdir()
     assert {call["group"] for call in trained} == {folder.name}
     assert f"table: runs/sweeps/{folder.name}/sweep.csv" in out
@@ -96,7 +106,14 @@ def test_outcomes_of_jobs_in_other_processes_are_read_from_disk(tmp_path: Path, 
     from routing_lab.train import report_sweep, write_outcome
 
     monkeypatch.chdir(tmp_path)
-    failed = {"status": "failed", "error": "it broke", "trained": False, "signal": None, "folder": "runs/x", "overrides": ["seed=1", "a=1"]}
+    failed = {
+        "status": "failed",
+        "error": "it broke",
+        "trained": False,
+        "signal": None,
+        "folder": "runs/x",
+        "overrides": ["seed=1", "a=1"],
+    }
     write_outcome(tmp_path / "sweep", 1, failed)
     assert report_sweep(tmp_path / "sweep", [["seed=0", "a=1"], ["seed=1", "a=1"]]) == 1
     out = capsys.readouterr().out

@@ -28,7 +28,9 @@ def test_cells_are_the_product_in_order() -> None:
         ["router=linear", "seed=0", "train.epochs=1"],
         ["router=linear", "seed=1", "train.epochs=1"],
     ]
-    assert found.warnings == ["router=linear is learned but gets no gradient under scaling=none: it stays as it was initialised"]
+    assert found.warnings == [
+        "router=linear is learned but gets no gradient under scaling=none: it stays as it was initialised"
+    ]
     assert expand(["capacity.fraction=choice(0.5,0.25)", "seed=0"]) == [
         ["capacity.fraction=0.5", "seed=0"],
         ["capacity.fraction=0.25", "seed=0"],
@@ -52,8 +54,8 @@ def test_a_problem_of_some_cells_says_which() -> None:
         "router = cls_attention: reads the class token, which this backbone does not have"
     ]
     assert refused("router=amod,mlp", "capacity=topk,argmax", "seed=0,1") == [
-        "[router=amod capacity=argmax] capacity = argmax: follows the router's own decision, and router=amod makes none; "
-        "use router=linear or mlp, or another capacity"
+        "[router=amod capacity=argmax] capacity = argmax: follows the router's own decision, and router=amod makes "
+        "none; use router=linear or mlp, or another capacity"
     ]
     lines = refused("capacity.fraction=0.5,2", "placement.first=1,9", "seed=0,-1")
     assert {line.split(":")[0] for line in lines} == {"placement.first = 9", "seed = -1", "capacity.fraction = 2"}
@@ -84,10 +86,14 @@ def test_the_folder_of_a_sweep_is_named_after_what_is_run() -> None:
 
 def test_parallel_launchers_share_the_processors_out(monkeypatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)), raising=False)
-    assert shared_threads(command("seed=0,1,2")) is None
-    assert shared_threads(command("seed=0,1,2", "hydra/launcher=joblib")) == 2
-    assert shared_threads(command("seed=0,1,2", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2")) == 4
-    assert shared_threads(command("seed=range(0,20)", "hydra/launcher=joblib")) == 1
-    assert shared_threads(command("seed=0,1", "hydra/launcher=submitit_local")) == 4
-    assert shared_threads(command("seed=0,1", "hydra/launcher=submitit_slurm")) is None
-    assert shared_threads(command("seed=0,1", "hydra/launcher=joblib", "runtime.threads=3")) is None
+
+    def threads(jobs: int, *overrides: str) -> int | None:
+        return shared_threads(command("seed=0,1", *overrides).launcher, jobs)
+
+    assert threads(3) is None
+    assert threads(3, "hydra/launcher=joblib") == 2
+    assert threads(3, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2") == 4
+    assert threads(3, "hydra/launcher=joblib", "hydra.launcher.n_jobs=-7") == 4
+    assert threads(20, "hydra/launcher=joblib") == 1
+    assert threads(2, "hydra/launcher=submitit_local") == 4
+    assert threads(2, "hydra/launcher=submitit_slurm") is None

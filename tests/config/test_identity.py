@@ -61,7 +61,10 @@ def test_seed_zero_is_a_seed() -> None:
     ("overrides", "name"),
     [
         ("router=amod scaling=multiply", "amod-multiply-topk0.5-vit_micro-digits-s0"),
-        ("router=linear capacity=percentile capacity.fraction=0.125 seed=3", "linear-none-percentile0.125-vit_micro-digits-s3"),
+        (
+            "router=linear capacity=percentile capacity.fraction=0.125 seed=3",
+            "linear-none-percentile0.125-vit_micro-digits-s3",
+        ),
         ("capacity.fraction=[1,0.5,0.25]", "amod-none-topk1to0.25-vit_micro-digits-s0"),
         ("router=mlp capacity=argmax", "mlp-none-argmax-vit_micro-digits-s0"),
         ("router=dense", "dense-vit_micro-digits-s0"),

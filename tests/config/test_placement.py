@@ -40,7 +40,13 @@ def test_first_and_last_layer_stay_dense(name: str, depth: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("alternate", {"first": 6}), ("later", {"first": 6}), ("every", {"first": 9}), ("stages", {}), ("list", {"layers": [6]})],
+    [
+        ("alternate", {"first": 6}),
+        ("later", {"first": 6}),
+        ("every", {"first": 9}),
+        ("stages", {}),
+        ("list", {"layers": [6]}),
+    ],
 )
 def test_a_layer_that_does_not_exist_is_named_with_the_layers_there_are(name: str, options: dict) -> None:
     with pytest.raises(ValueError, match=r"placement\.\w+ = [\d, ]+: the backbone has layers 0 to 5 \(zero-based\)"):

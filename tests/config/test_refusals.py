@@ -36,9 +36,15 @@ def refused(*overrides: str, config_dir: Path | None = None) -> list[str]:
         ("router=[", "router = [: is not a valid override: "),
         ("seed=0,1", "seed = 0,1: several values need -m"),
         # types and ranges
-        ("capacity.fraction=1.5", "capacity.fraction = 1.5: must be a number greater than 0 and at most 1, or a list of such"),
+        (
+            "capacity.fraction=1.5",
+            "capacity.fraction = 1.5: must be a number greater than 0 and at most 1, or a list of such",
+        ),
         ("capacity.fraction=0", "capacity.fraction = 0: must be a number greater than 0"),
-        ("capacity.fraction=[0.5,1.5,0.5]", "capacity.fraction[1] = 1.5: must be a number greater than 0 and at most 1"),
+        (
+            "capacity.fraction=[0.5,1.5,0.5]",
+            "capacity.fraction[1] = 1.5: must be a number greater than 0 and at most 1",
+        ),
         ("capacity.fraction=half", "capacity.fraction = half: must be a number"),
         ("seed=-1", "seed = -1: must be a whole number at least 0"),
         ("seed=1.5", "seed = 1.5: must be a whole number"),
@@ -55,15 +61,24 @@ def refused(*overrides: str, config_dir: Path | None = None) -> list[str]:
         # where
         ("placement.first=6", "placement.first = 6: the backbone has layers 0 to 5 (zero-based)"),
         ("placement=stages", "placement.layers = 6, 9: the backbone has layers 0 to 5"),
-        ("placement=list placement.layers=[2,7] placement.base=1", "placement.layers = 7: the backbone has layers 1 to 6"),
+        (
+            "placement=list placement.layers=[2,7] placement.base=1",
+            "placement.layers = 7: the backbone has layers 1 to 6",
+        ),
         ("placement=list", "placement.layers: must be given"),
         ("placement=bilayer backbone.depth=2", "placement = bilayer: routes none of the 2 layers; use router=dense"),
         ("placement.first=0", "placement.attention_source = previous: routed layer 0 (zero-based) has no such layer"),
-        ("placement=every placement.attention_source=previous", "layer 1, the source of routed layer 2, is itself routed"),
+        (
+            "placement=every placement.attention_source=previous",
+            "layer 1, the source of routed layer 2, is itself routed",
+        ),
         ("placement.attention_source=3", "placement.attention_source = 3: layer 3 runs after the selection"),
         ("placement.attention_source=next", "placement.attention_source = next: must be one of previous, lag"),
         ("bypass=project", "bypass = project: is defined for placement.sublayer=attention only, not block"),
-        ("bypass=project placement.sublayer=mlp", "bypass = project: is defined for placement.sublayer=attention only, not mlp"),
+        (
+            "bypass=project placement.sublayer=mlp",
+            "bypass = project: is defined for placement.sublayer=attention only, not mlp",
+        ),
         # router
         (
             "router=cls_attention backbone.class_token=false backbone.pool=avg",
@@ -73,15 +88,24 @@ def refused(*overrides: str, config_dir: Path | None = None) -> list[str]:
         ("router.head_reduction=head router.head=4", "router.head = 4: the backbone has heads 0 to 3"),
         ("router=subspace router.dims=[0,64]", "router.dims = [0, 64]: the backbone has channels 0 to 63"),
         ("router=subspace router.dims=[]", "router.dims = []: must be a list that is not empty"),
-        ("router.exclude_queries=[registers]", "router.exclude_queries = [\"registers\"]: this backbone has no registers token"),
+        (
+            "router.exclude_queries=[registers]",
+            'router.exclude_queries = ["registers"]: this backbone has no registers token',
+        ),
         ("router.exclude_keys=[patches]", "router.exclude_keys[0] = patches: must be one of class, distillation"),
         ("router.corrupt=sink router.corrupt_token=17", "router.corrupt_token = 17: the backbone has tokens 0 to 16"),
         ("backbone=llama_micro", "backbone = llama_micro: is a language model; training takes images"),
         ("backbone=llama_micro", "router = amod: scores a token by the attention of later ones"),
         # capacity and scaling
         ("capacity.fraction=[0.5,0.25]", "capacity.fraction = [0.5, 0.25]: has 2 entries for 3 routed layers"),
-        ("capacity=threshold capacity.threshold=[0.1]", "capacity.threshold = [0.1]: has 1 entries for 3 routed layers"),
-        ("capacity.protect=class backbone.class_token=false backbone.pool=avg", "capacity.protect = class: this backbone has no"),
+        (
+            "capacity=threshold capacity.threshold=[0.1]",
+            "capacity.threshold = [0.1]: has 1 entries for 3 routed layers",
+        ),
+        (
+            "capacity.protect=class backbone.class_token=false backbone.pool=avg",
+            "capacity.protect = class: this backbone has no",
+        ),
         ("capacity=argmax", "capacity = argmax: follows the router's own decision, and router=amod makes none"),
         ("capacity=argmax router=random", "capacity = argmax: follows the router's own decision"),
         ("capacity.depth_schedule=linear", "capacity.fraction_last = null: capacity.depth_schedule=linear needs"),
@@ -89,8 +113,14 @@ def refused(*overrides: str, config_dir: Path | None = None) -> list[str]:
             "capacity.depth_schedule=cosine capacity.fraction_last=0.2 capacity.fraction=[1,0.5,0.2]",
             "capacity.depth_schedule = cosine: needs one number as capacity.fraction",
         ),
-        ("scaling=top1_probability", "scaling = top1_probability: weighs two paths by a probability, which router=amod"),
-        ("scaling=soft_mix router=mlp", "scaling = soft_mix: is defined for placement.sublayer=attention only, not block"),
+        (
+            "scaling=top1_probability",
+            "scaling = top1_probability: weighs two paths by a probability, which router=amod",
+        ),
+        (
+            "scaling=soft_mix router=mlp",
+            "scaling = soft_mix: is defined for placement.sublayer=attention only, not block",
+        ),
         # backbone, data, files
         ("backbone.image_size=9", "backbone.image_size = 9: must be a multiple of backbone.patch_size=2"),
         ("backbone.patch_stride=3", "backbone.patch_stride = 3: must be at most backbone.patch_size=2"),
@@ -98,7 +128,10 @@ def refused(*overrides: str, config_dir: Path | None = None) -> list[str]:
         ("backbone.class_token=false", "backbone.pool = token: needs backbone.class_token=true"),
         ("backbone.mlp=null", "backbone.mlp = null: may be null only where backbone.timm_name is set"),
         ("backbone=timm", "backbone.timm_name: must be given"),
-        ("backbone=timm backbone.timm_name=resnet18", "backbone.timm_name = resnet18: is a ResNet; a timm VisionTransformer"),
+        (
+            "backbone=timm backbone.timm_name=resnet18",
+            "backbone.timm_name = resnet18: is a ResNet; a timm VisionTransformer",
+        ),
         ("backbone=timm backbone.timm_name=vit_tinny_patch16_224", "did you mean vit_tiny_patch16_224"),
         ("init=pretrained", "init = pretrained: needs backbone.timm_name; backbone=vit_micro has none"),
         ("init=checkpoint", "init.path: must be given"),
@@ -159,9 +192,10 @@ def test_everything_is_reported_at_once() -> None:
 
 
 def test_the_order_of_overrides_does_not_matter() -> None:
-    assert load(["capacity.threshold=0.3", "capacity=threshold"]).resolved == load(
-        ["capacity=threshold", "capacity.threshold=0.3"]
-    ).resolved
+    assert (
+        load(["capacity.threshold=0.3", "capacity=threshold"]).resolved
+        == load(["capacity=threshold", "capacity.threshold=0.3"]).resolved
+    )
     assert refused("capacity.threshold=high", "capacity=threshold", "sed=1") == refused(
         "sed=1", "capacity=threshold", "capacity.threshold=high"
     )
@@ -271,7 +305,9 @@ class TestOutsideMembers:
         loaded = load(["router=mine", "router.power=3", "placement=tail", "capacity=argmax"], self.conf)
         assert loaded.config.router.options == {"power": 3}
         assert loaded.config.router.corrupt == "none"
-        assert loaded.warnings == ["router=mine is learned but gets no gradient under scaling=none: it stays as it was initialised"]
+        assert loaded.warnings == [
+            "router=mine is learned but gets no gradient under scaling=none: it stays as it was initialised"
+        ]
         assert loaded.resolved["router"]["_target_"] == "outside_axes.Deciding"
 
     def test_refusals(self) -> None:

@@ -15,11 +15,11 @@ from typing import Any
 
 from routing_lab.config.problems import Problem, alternatives, one_line
 from routing_lab.config.schema import (
+    AttentionReceivedRouter,
     BackboneConfig,
     BypassConfig,
     CapacityConfig,
     ClassAttentionRouter,
-    AttentionReceivedRouter,
     ConstantRouter,
     FractionCapacity,
     LlamaBackbone,
@@ -104,7 +104,7 @@ def outside_member(axis: str, member: Member) -> Iterator[Problem]:
 
 
 def _takes_options(key: str, path: str, options: Mapping[str, Any], given: frozenset[str]) -> Iterator[Problem]:
-    """Refusals of a class or function that does not exist or does not take these options; `given` come from elsewhere."""
+    """Refusals of a class or function that does not exist or does not take these options; the core passes `given`."""
     try:
         target = locate(path)
         parameters = dict(inspect.signature(target).parameters)
@@ -181,7 +181,9 @@ def placed_layers(placement: PlacementConfig, router: RouterConfig, facts: Backb
         yield Problem.from_error(error, "placement")
         return
     if not routed:
-        yield Problem.of("placement", placement.name, f"routes none of the {facts.depth} layers; use router=dense for that")
+        yield Problem.of(
+            "placement", placement.name, f"routes none of the {facts.depth} layers; use router=dense for that"
+        )
         return
     if traits_of("router", router).attention:
         try:
@@ -241,7 +243,9 @@ def router_fits_backbone(router: RouterConfig, facts: BackboneFacts) -> Iterator
     if isinstance(router, SubspaceRouter) and max(router.dims) >= facts.width:
         yield Problem.of("router.dims", router.dims, f"the backbone has channels 0 to {facts.width - 1}")
     if router.corrupt == "sink" and facts.tokens is not None and router.corrupt_token >= facts.tokens:
-        yield Problem.of("router.corrupt_token", router.corrupt_token, f"the backbone has tokens 0 to {facts.tokens - 1}")
+        yield Problem.of(
+            "router.corrupt_token", router.corrupt_token, f"the backbone has tokens 0 to {facts.tokens - 1}"
+        )
 
 
 def excluded_tokens_exist(router: RouterConfig, facts: BackboneFacts) -> Iterator[Problem]:
@@ -297,7 +301,9 @@ def capacity_fits(
         value = getattr(capacity, key, None)
         if isinstance(value, list) and len(value) != count:
             yield Problem.of(
-                f"capacity.{key}", value, f"has {len(value)} entries for {count} routed layers; give one each, or a number"
+                f"capacity.{key}",
+                value,
+                f"has {len(value)} entries for {count} routed layers; give one each, or a number",
             )
 
 
@@ -310,10 +316,13 @@ def capacity_reads_scores(capacity: CapacityConfig, router: RouterConfig) -> Ite
         yield Problem.of(
             "capacity",
             capacity.name,
-            f"samples in proportion to the scores, and those of router={router.name} may be negative; use router={_or(able)}",
+            f"samples in proportion to the scores, and those of router={router.name} may be negative; "
+            f"use router={_or(able)}",
         )
     if capacity.order != "highest":
-        yield Problem.of("capacity.order", capacity.order, f"capacity={capacity.name} samples in proportion to the scores")
+        yield Problem.of(
+            "capacity.order", capacity.order, f"capacity={capacity.name} samples in proportion to the scores"
+        )
 
 
 def prefix_survives(
@@ -329,19 +338,22 @@ def prefix_survives(
         yield Problem.of(
             "capacity.protect",
             capacity.protect,
-            f"bypass={bypass.name} removes tokens, and {reason} the {_and(set(facts.prefix))} token: use protect=prefix",
+            f"bypass={bypass.name} removes tokens, and {reason} the {_and(set(facts.prefix))} token: use "
+            "protect=prefix",
         )
 
 
 def removal_fits(
     bypass: BypassConfig, placement: PlacementConfig, router: RouterConfig, facts: BackboneFacts
 ) -> Iterator[Problem]:
-    """Tokens may be removed where no output belongs to each, and a list of merged tokens has one entry a routed layer."""
+    """Tokens may be removed where no output belongs to each; a list of merged tokens has one entry a routed layer."""
     traits = traits_of("bypass", bypass)
     if not traits_of("router", router).routes or not traits.removes:
         return
     if facts.causal and not traits.restores:
-        yield Problem.of("bypass", bypass.name, "removes tokens, and a language model has an output for every one; use skip")
+        yield Problem.of(
+            "bypass", bypass.name, "removes tokens, and a language model has an output for every one; use skip"
+        )
     if isinstance(bypass, Merge) and isinstance(bypass.merged, list):
         try:
             count = len(layers_of(placement, facts))
@@ -376,7 +388,9 @@ def scaling_fits(
             f"is defined for placement.sublayer={_or(traits.sublayers)} only, not {placement.sublayer}",
         )
     if traits.bypasses is not None and bypass.name not in traits.bypasses:
-        yield Problem.of("scaling", scaling.name, f"is defined for bypass={_or(traits.bypasses)} only, not {bypass.name}")
+        yield Problem.of(
+            "scaling", scaling.name, f"is defined for bypass={_or(traits.bypasses)} only, not {bypass.name}"
+        )
 
 
 # --- refusals: auxiliary losses ---
@@ -401,13 +415,23 @@ def losses_fit(
         reads = members.LOSSES[name].reads
         if reads == "logits" and not traits.learned:
             learned = [known for known, found in members.ROUTERS.items() if found.learned]
-            yield Problem.of("losses", name, f"reads a learned router's logits, and router={router.name} has none; use router={_or(learned)}")
+            yield Problem.of(
+                "losses",
+                name,
+                f"reads a learned router's logits, and router={router.name} has none; use router={_or(learned)}",
+            )
         elif reads == "probability" and not traits.probability:
             able = [known for known, found in members.ROUTERS.items() if found.probability]
-            yield Problem.of("losses", name, f"reads attend probabilities, which router={router.name} does not give; use router={_or(able)}")
+            yield Problem.of(
+                "losses",
+                name,
+                f"reads attend probabilities, which router={router.name} does not give; use router={_or(able)}",
+            )
         target = loss.options.get("target", 0.0)
         if members.LOSSES[name].needs_target and target is None and not traits_of("capacity", capacity).has_fraction:
-            yield Problem.of(f"{key}.target", None, f"capacity={capacity.name} aims at no fraction: give one, in (0, 1]")
+            yield Problem.of(
+                f"{key}.target", None, f"capacity={capacity.name} aims at no fraction: give one, in (0, 1]"
+            )
         if isinstance(target, list):
             try:
                 count = len(layers_of(placement, facts))
@@ -415,7 +439,9 @@ def losses_fit(
                 continue
             if len(target) != count:
                 yield Problem.of(
-                    f"{key}.target", target, f"has {len(target)} entries for {count} routed layers; give one each, or a number"
+                    f"{key}.target",
+                    target,
+                    f"has {len(target)} entries for {count} routed layers; give one each, or a number",
                 )
 
 
@@ -488,13 +514,14 @@ def keys_without_effect(
         if not router.detach:
             yield f"router.detach=false has no effect: router={router.name} reads no attention"
         if placement.attention_fill != "none":
-            yield f"placement.attention_fill={placement.attention_fill} has no effect: router={router.name} reads no attention"
+            fill = placement.attention_fill
+            yield f"placement.attention_fill={fill} has no effect: router={router.name} reads no attention"
     if isinstance(router, ClassAttentionRouter) and router.head is not None and router.head_reduction != "head":
         yield f"router.head={router.head} has no effect without router.head_reduction=head"
     if isinstance(scaling, StraightThrough) and not traits.learned and (router.detach or not traits.attention):
-        yield f"scaling=straight_through equals scaling=none: router={router.name} has nothing that a gradient could change"
+        yield f"scaling=straight_through equals scaling=none: a gradient could change nothing in router={router.name}"
     if traits_of("visibility", visibility).all_keys and placement.sublayer == "mlp":
-        yield f"visibility={visibility.name} has no effect: with placement.sublayer=mlp every token takes part in attention"
+        yield f"visibility={visibility.name} has no effect: with placement.sublayer=mlp all tokens attend"
     if isinstance(router, ConstantRouter) and router.corrupt == "shuffle":
         yield "router.corrupt=shuffle has no effect on the scores of router=constant"
 
@@ -519,12 +546,14 @@ def capacity_routes(
         lowest = min(capacity.threshold) if isinstance(capacity.threshold, list) else capacity.threshold
         if lowest >= 0.5 and capacity.order == "highest":
             yield (
-                f"capacity.threshold={capacity.threshold} is far above the scores of router={router.name}, whose mean is "
-                "1/N: hardly any token is kept"
+                f"capacity.threshold={capacity.threshold} is far above the scores of router={router.name}, whose mean "
+                "is 1/N: hardly any token is kept"
             )
 
 
-def losses_change_something(losses: Mapping[str, LossConfig], router: RouterConfig, train: TrainConfig) -> Iterator[str]:
+def losses_change_something(
+    losses: Mapping[str, LossConfig], router: RouterConfig, train: TrainConfig
+) -> Iterator[str]:
     """Auxiliary losses that nothing follows."""
     traits = traits_of("router", router)
     for name, loss in losses.items():
@@ -568,4 +597,3 @@ def _or(names: Any) -> str:
 
 def _and(names: Any) -> str:
     return ", ".join(sorted(names))
-

@@ -46,14 +46,19 @@ def conf_path() -> Path:
     for folder in (package / "conf", package.parents[1] / "conf"):
         if (folder / f"{PRIMARY}.yaml").is_file():
             return folder
-    raise FileNotFoundError(f"no {PRIMARY}.yaml in {package / 'conf'} or {package.parents[1] / 'conf'}: broken installation")
+    raise FileNotFoundError(
+        f"no {PRIMARY}.yaml in {package / 'conf'} or {package.parents[1] / 'conf'}: broken installation"
+    )
 
 
 class Composer:
     """Composes configurations from the shipped files and, after them, from the user's folder."""
 
     def __init__(
-        self, config_dir: str | Path | None = None, config_path: str | Path | None = None, config_name: str | None = None
+        self,
+        config_dir: str | Path | None = None,
+        config_path: str | Path | None = None,
+        config_name: str | None = None,
     ) -> None:
         setup_globals()
         search_path = create_config_search_path(str(config_path or conf_path()))
@@ -161,7 +166,7 @@ class Composer:
         if isinstance(node, DictConfig) and last not in node and not override.is_delete():
             known = [str(name) for name in node if name != "hydra"]
             if not parent:
-                known += [group for group in REQUIRED_GROUPS + ("method",) if group not in known]
+                known += [group for group in (*REQUIRED_GROUPS, "method") if group not in known]
             return Problem(key, value, f"no such key; {alternatives(last, known, 'known: ')}")
         if not isinstance(node, DictConfig):
             top = key.split(".")[0]
@@ -187,7 +192,9 @@ def expand(overrides: Sequence[str]) -> list[list[str]]:
 
 def sweep_name(overrides: Iterable[Any]) -> str:
     """A folder name for a sweep: its overrides, shortened, and a hash of those that say what is run."""
-    texts = [str(text) for text in overrides if not re.match(r"\+*(runtime|paths|wandb|rerun|study|arm|name)\b", str(text))]
+    texts = [
+        str(text) for text in overrides if not re.match(r"\+*(runtime|paths|wandb|rerun|study|arm|name)\b", str(text))
+    ]
     readable = re.sub(r"[^\w.=+-]+", "_", "-".join(texts)).strip("_-")[:60].rstrip("_-.") or "sweep"
     return f"{readable}-{hashlib.sha256(chr(10).join(sorted(texts)).encode()).hexdigest()[:8]}"
 
@@ -212,7 +219,7 @@ def _plain(node: Any, path: str, problems: list[Problem]) -> Any:
     if isinstance(node, ListConfig):
         pairs: list[tuple[Any, str]] = [(index, f"{path}[{index}]") for index in range(len(node))]
     else:
-        pairs = [(key, f"{path}.{key}".lstrip(".")) for key in node]
+        pairs = [(key, f"{path}.{key!s}".lstrip(".")) for key in node]
     found: dict[Any, Any] = {}
     for key, full in pairs:
         if OmegaConf.is_missing(node, key):
@@ -221,8 +228,7 @@ def _plain(node: Any, path: str, problems: list[Problem]) -> Any:
         try:
             value = node[key]
         except Exception as error:  # a resolver, also a user's own, may raise anything
-            raw = OmegaConf.to_container(node, resolve=False)
-            assert isinstance(raw, dict | list)
+            raw: Any = OmegaConf.to_container(node, resolve=False)
             problems.append(Problem(full, str(raw[key]), f"cannot be resolved: {_reason(error)}"))
             continue
         found[key] = _plain(value, full, problems)
@@ -232,7 +238,9 @@ def _plain(node: Any, path: str, problems: list[Problem]) -> Any:
 def _reason(error: BaseException) -> str:
     """The telling part of an error of Hydra or OmegaConf, on one line."""
     text = str(error) or str(error.__cause__ or "") or type(error).__name__
-    kept = [line for line in text.splitlines() if not re.match(r"\s*(full_key|object_type|reference_type|See https)", line)]
+    kept = [
+        line for line in text.splitlines() if not re.match(r"\s*(full_key|object_type|reference_type|See https)", line)
+    ]
     line = one_line(" ".join(kept)).replace(str(conf_path()) + os.sep, "")
     return line if len(line) <= 300 else line[:297] + "..."
 

@@ -148,14 +148,17 @@ def _validate(data: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
 def _section(name: str, field: FieldInfo, value: Any) -> Any:
     models = [part for part in parts_of(field.annotation) if isinstance(part, type) and issubclass(part, BaseModel)]
     if not models:
-        adapter = TypeAdapter(Annotated[field.annotation, *field.metadata, Strict()])
+        annotation: Any = Annotated[field.annotation, *field.metadata, Strict()]
+        adapter: TypeAdapter[Any] = TypeAdapter(annotation)
         try:
             return adapter.validate_python(value)
         except ValidationError:
             raise ConfigError([Problem.of(name, value, f"must be {accepted_by(field)}")]) from None
     if not isinstance(value, Mapping):
         raise ConfigError([Problem.of(name, value, "must be a group of keys")])
-    model = _member_model(name, value) if name in MEMBER_MODELS else _tagged_model(name, models, field.discriminator, value)
+    model = (
+        _member_model(name, value) if name in MEMBER_MODELS else _tagged_model(name, models, field.discriminator, value)
+    )
     try:
         return model.model_validate(value)
     except ValidationError as error:
@@ -171,7 +174,11 @@ def _losses(value: Any) -> dict[str, LossConfig]:
         model = LOSS_MODELS.get(name, OutsideLoss)
         if not isinstance(keys, Mapping) or "_target_" not in keys:
             problems.append(
-                Problem.of(f"losses.{name}", keys, f"must be chosen first, losses=[{name}]; {alternatives(name, LOSS_MODELS, 'there are ')}")
+                Problem.of(
+                    f"losses.{name}",
+                    keys,
+                    f"must be chosen first, losses=[{name}]; {alternatives(name, LOSS_MODELS, 'there are ')}",
+                )
             )
             continue
         try:

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, in words: one line a problem, with the key, the value and what would be accepted."""
+"""What is wrong with a configuration, in words: a line a problem, with key, value and what is accepted."""
 
 from __future__ import annotations
 
@@ -77,7 +77,9 @@ def alternatives(given: str, known: Iterable[str], what: str = "") -> str:
     return f"{hint}{what}{', '.join(names)}" if names else hint.strip()
 
 
-def from_validation(error: ValidationError, model: type[BaseModel], prefix: str, data: Mapping[str, Any]) -> list[Problem]:
+def from_validation(
+    error: ValidationError, model: type[BaseModel], prefix: str, data: Mapping[str, Any]
+) -> list[Problem]:
     """A pydantic error as problems, one for each key."""
     problems: dict[str, Problem] = {}
     for detail in error.errors(include_url=False):
@@ -123,7 +125,7 @@ def _from_detail(detail: Mapping[str, Any], model: type[BaseModel], prefix: str,
     fields = {info.alias or field: info for field, info in model.model_fields.items()}
     kind = detail["type"]
     if kind == "extra_forbidden":
-        given = {"name"} & set(data) and f"{prefix}={data['name']} has no such key" or "no such key"
+        given = ({"name"} & set(data) and f"{prefix}={data['name']} has no such key") or "no such key"
         return Problem.of(key, detail["input"], f"{given}; {alternatives(str(name), fields, 'known: ')}")
     if kind == "missing":
         return Problem(key, None, f"is missing; must be {accepted_by(fields[str(name)])}")

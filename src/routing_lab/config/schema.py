@@ -70,7 +70,7 @@ class BackboneConfig(Strict):
 
 
 class TimmBackbone(BackboneConfig):
-    """A vision transformer built by timm, from the fields or, where `timm_name` is set, from timm's model of that name."""
+    """A vision transformer of timm, built from the fields or, where `timm_name` is set, as the model of that name."""
 
     kind: Literal["timm"]
     timm_name: str | None
@@ -443,7 +443,13 @@ MEMBER_MODELS: Mapping[str, Mapping[str, type[Member]]] = MappingProxyType(
             "soft_mix": SoftMix,
             "top1_probability": Top1Probability,
         },
-        "capacity": {"topk": TopK, "percentile": Percentile, "threshold": Threshold, "argmax": Argmax, "inverse_transform": InverseTransform},
+        "capacity": {
+            "topk": TopK,
+            "percentile": Percentile,
+            "threshold": Threshold,
+            "argmax": Argmax,
+            "inverse_transform": InverseTransform,
+        },
         "placement": {
             "alternate": Alternate,
             "later": Later,
@@ -457,7 +463,9 @@ MEMBER_MODELS: Mapping[str, Mapping[str, type[Member]]] = MappingProxyType(
             "skip": BypassConfig,
             "project": BypassConfig,
             "drop": BypassConfig,
-            "fuse": Fuse, "ponder": Ponder, "ponder_masked": Ponder,
+            "fuse": Fuse,
+            "ponder": Ponder,
+            "ponder_masked": Ponder,
             "merge": Merge,
         },
         "visibility": {"kept": VisibilityConfig, "all": VisibilityConfig},
@@ -484,8 +492,8 @@ OUTSIDE_MODELS: Mapping[str, type[Member]] = MappingProxyType(
 class LossConfig(Strict):
     """Keys that every auxiliary loss has; the others are options of the function behind it.
 
-    weight: its coefficient in the loss; 0 switches it off. schedule: the coefficient over training, from its full value at
-    once (`constant`) or growing to it (`linear`, or `sine`: a quarter of a sine wave).
+    weight: its coefficient in the loss; 0 switches it off. schedule: the coefficient over training, from its full value
+    at once (`constant`) or growing to it (`linear`, or `sine`: a quarter of a sine wave).
     """
 
     not_options: ClassVar[tuple[str, ...]] = ("class_path", "weight", "schedule")

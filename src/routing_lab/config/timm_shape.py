@@ -24,7 +24,9 @@ def complete_from_timm(config: DictConfig) -> list[Problem]:
     if not unstated:
         return []
     if not isinstance(name, str):
-        return [Problem("backbone.timm_name", None, "must be given: backbone.timm_name=... (a vision transformer of timm)")]
+        return [
+            Problem("backbone.timm_name", None, "must be given: backbone.timm_name=... (a vision transformer of timm)")
+        ]
     given = {"img_size": backbone.get("image_size"), "patch_size": backbone.get("patch_size")}
     try:
         shape = timm_shape(name, **{key: value for key, value in given.items() if value is not None})
