@@ -44,7 +44,7 @@ def solve_width(full: ModelShape, target: float, mlp: Literal["keep", "adjust"] 
 
 
 def chosen_layers(full_depth: int, depth: int, rule: Literal["first", "uniform"]) -> list[int]:
-    """Zero-based layers of a model that a shallower one takes over: the first ones, or evenly spaced from first to last."""
+    """Zero-based layers that a shallower model takes over: the first ones, or evenly spaced ones from first to last."""
     if not 1 <= depth <= full_depth:
         raise ValueError(f"depth = {depth}: must lie between 1 and {full_depth}")
     if rule == "first" or depth == 1:

@@ -255,6 +255,10 @@ class TokenCounter:
             for layer, (rule, tally) in enumerate(zip(self.rules, self._tally, strict=True))
         ]
 
+    def entering(self) -> list[float]:
+        """Mean number of tokens that entered each layer. Raises ValueError when a layer was never recorded."""
+        return [self._mean(layer, [entering for entering, _ in tally]) for layer, tally in enumerate(self._tally)]
+
     def kept_fractions(self) -> dict[int, float]:
         """Mean fraction of the entering tokens that was kept, by routed layer (zero-based)."""
         return {layer: self._mean(layer, list(self._fractions(layer))) for layer in self._routed()}

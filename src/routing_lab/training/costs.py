@@ -5,22 +5,14 @@ Multiply-accumulates of one example under the convention of `routing_lab.cost.ma
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from routing_lab.cost.macs import (
-    LayerRule,
-    ModelShape,
-    TokenCounter,
-    dense_macs,
-    layer_rules,
-    nominal_tokens,
-    routed_macs,
-)
+from routing_lab.config.nominal import layer_tokens, nominal_counts, routing_rules
+from routing_lab.cost.macs import TokenCounter, dense_macs, routed_macs
 from routing_lab.cost.measure import parameter_counts, vision_shape
-from routing_lab.routing.budget import percentile_count, topk_count
-from routing_lab.routing.capacity import Percentile, TopK
 
 if TYPE_CHECKING:
     from routing_lab.config import Config
@@ -36,23 +28,20 @@ class CostMeter:
 
     def __init__(self, model: nn.Module, config: Config) -> None:
         self._model: Any = model
+        self._config = config
         self._shape = vision_shape(self._model.backbone)
-        rule = LayerRule(
-            sublayer=config.placement.sublayer,
-            project=config.bypass.name == "project",
-            all_keys=config.visibility.name == "all",
-        )
-        self._rules = layer_rules(self._shape.depth, self._model.routed_layers, rule)
+        self._rules = routing_rules(config, self._model.routed_layers, self._shape.depth)
         self.counter = TokenCounter(self._rules)
 
     def section(self) -> dict[str, Any]:
         """Parameters and multiply-accumulates; `macs_nominal` is None where the budget depends on the scores."""
-        shape = self._shape
-        routers = _router_macs(self._model, shape)
-        kept = self._nominal_kept()
+        shape, routed = self._shape, self._model.routed_layers
+        counts = nominal_counts(self._config, routed, shape.depth, shape.tokens, shape.prefix)
         nominal = None
-        if kept is not None:
-            nominal = routed_macs(shape, nominal_tokens(shape, self._rules, kept)).total + routers
+        if counts is not None:
+            routers = _router_macs(self._model, [count.entering for count in counts])
+            nominal = routed_macs(shape, layer_tokens(self._rules, counts)).total + routers
+        routers = _router_macs(self._model, self.counter.entering())
         return {
             **parameter_counts(self._model),
             "router_macs": routers,
@@ -61,31 +50,12 @@ class CostMeter:
             "macs_measured": routed_macs(shape, self.counter.mean()).total + routers,
         }
 
-    def _nominal_kept(self) -> dict[int, int] | None:
-        tokens = self._shape.tokens
-        kept = {}
-        for layer in self._model.routed_layers:
-            capacity = self._model.layers[str(layer)].capacity
-            protected = capacity.num_protected
-            if isinstance(capacity, TopK):
-                uncounted = capacity.num_uncounted
-                kept[layer] = topk_count(
-                    capacity.fraction, capacity.rounding, tokens, num_uncounted=uncounted, num_protected=protected
-                )
-            elif isinstance(capacity, Percentile):
-                count = percentile_count(capacity.fraction, tokens, capacity.compare, capacity.interpolation)
-                kept[layer] = max(count, protected)
-            else:
-                return None
-        return kept
 
-
-def _router_macs(model: Any, shape: ModelShape) -> int:
+def _router_macs(model: Any, entering: Sequence[float]) -> float:
     """Matrix products of the routers' own parameters: each matrix meets every entering token once."""
-    matrices = [
-        parameter.numel()
+    return sum(
+        entering[layer] * parameter.numel()
         for layer in model.routed_layers
         for parameter in model.layers[str(layer)].router.parameters()
         if parameter.ndim == 2
-    ]
-    return shape.tokens * sum(matrices)
+    )
