@@ -61,6 +61,9 @@ class LlamaBackbone(Backbone):
     def block(self, layer: int) -> LlamaBlock:
         return self._blocks[layer]
 
+    def norm(self, x: Tensor) -> Tensor:
+        return self.module.model.norm(x)
+
     def head(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
         return self.module.lm_head(self.module.model.norm(x))
 
@@ -133,6 +136,9 @@ class LlamaBlock(Block):
         attention = self.module.self_attn
         value = self._heads(attention.v_proj(self.module.input_layernorm(x)))
         return attention.o_proj(self._repeat(value).transpose(1, 2).flatten(2))
+
+    def weighing(self, policy: Tensor) -> LlamaBlock:
+        raise ValueError("bypass.train = mask: is defined for vision transformers only")
 
     def hiding(self, mask: Tensor) -> LlamaBlock:
         raise ValueError("bypass = ponder_masked: is defined for vision transformers only")

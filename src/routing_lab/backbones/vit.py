@@ -17,7 +17,7 @@ from timm.models.vision_transformer import Block as TimmBlock
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
-from routing_lab.attention import AttentionStatistics, StatisticsRequest, attention_statistics
+from routing_lab.attention import AttentionStatistics, StatisticsRequest, attention_statistics, policy_softmax
 from routing_lab.routing.base import Block
 from routing_lab.routing.model import Backbone
 
@@ -49,6 +49,9 @@ class VisionTransformerBackbone(Backbone):
 
     def block(self, layer: int) -> ViTBlock:
         return self._blocks[layer]
+
+    def norm(self, x: Tensor) -> Tensor:
+        return self.module.norm(x)
 
     def head(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
         vit = self.module
@@ -166,6 +169,9 @@ class ViTBlock(Block):
         normed = self.module.norm1(x)
         return self._project_out(self._linear(normed, 2, 3), normed)
 
+    def weighing(self, policy: Tensor) -> ViTBlock:
+        return _WeighingBlock(self.module, policy)
+
     def hiding(self, mask: Tensor) -> ViTBlock:
         return _HidingBlock(self.module, mask)
 
@@ -227,6 +233,48 @@ class _HidingBlock(ViTBlock):
 
     def _norm2(self, x: Tensor) -> Tensor:
         return self.module.norm2(x * self.mask) * self.mask
+
+
+class _WeighingBlock(ViTBlock):
+    """A block whose attention weighs every key by policy [B, N]; all tokens attend to all."""
+
+    def __init__(self, module: TimmBlock, policy: Tensor) -> None:
+        super().__init__(module, 0)
+        self.policy = policy
+
+    def dense(self, x: Tensor, context: Any) -> Tensor:
+        h = x + self.attend(x, context)
+        return h + self.mlp(h)
+
+    def attend(self, queries: Tensor, context: Any, *, key_bias: Tensor | None = None, **options: Any) -> Tensor:
+        assert all(value is None for value in options.values())  # no token is missing
+        attn, normed = self.module.attn, self._norm1(queries)
+        query, key, value = self._split(attn.qkv(normed), 3)
+        mask = _attention_mask(None, key_bias, queries)
+        return self._output(attn.q_norm(query), attn.k_norm(key), value, normed, mask)
+
+    def attend_with_statistics(
+        self,
+        x: Tensor,
+        context: Any,
+        request: StatisticsRequest,
+        *,
+        valid: Tensor | None = None,
+        key_bias: Tensor | None = None,
+        projection: Tensor | None = None,
+    ) -> tuple[Tensor, AttentionStatistics]:
+        present = self.policy.detach() > 0.5
+        statistics = self.statistics(
+            x, context, request, query_valid=present, key_bias=key_bias, projection=projection
+        )
+        return self.attend(x, context, key_bias=key_bias, key_mask=valid), statistics
+
+    def _output(self, query: Tensor, key: Tensor, value: Tensor, normed: Tensor, mask: Tensor | None) -> Tensor:
+        attn = self.module.attn
+        logits = (query * attn.scale) @ key.transpose(-2, -1)
+        attention = policy_softmax(logits if mask is None else logits + mask, self.policy)
+        x = attn.attn_drop(attention.to(value.dtype)) @ value
+        return self._project_out(x.transpose(1, 2).flatten(2), normed)
 
 
 def _attention_mask(key_mask: Tensor | None, key_bias: Tensor | None, queries: Tensor) -> Tensor | None:

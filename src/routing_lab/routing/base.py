@@ -330,6 +330,10 @@ class Block(ABC):
         """x W_V W_O (DTRNet's linear path): the attention branch of a token that attends to itself alone."""
 
     @abstractmethod
+    def weighing(self, policy: Tensor) -> Block:
+        """This block with an attention that weighs every key by policy [B, N], see `policy_softmax`."""
+
+    @abstractmethod
     def hiding(self, mask: Tensor) -> Block:
         """This block with norm(x m) m as the input of either branch; mask m [B, N] bool, False at hidden tokens."""
 
@@ -363,6 +367,8 @@ class Reduction(nn.Module, ABC):
     """A fate that removes tokens for good: later layers see what `reduce` returns."""
 
     traits: ClassVar[BypassTraits] = BypassTraits(removes=True)
+    hides: bool = False
+    """In training no token is removed: attention weighs the keys by the decision, so that the router gets a gradient."""
 
     def request(self) -> StatisticsRequest | None:
         """What this reduction needs of the layer's own attention map."""

@@ -163,6 +163,12 @@ class RoutedLayer(nn.Module):
         if maps.request is not None and statistics is None:
             statistics = self._own_statistics(tokens, selection, block, context, maps)
 
+        if tokens.policy is not None:
+            left = self._taken_out(tokens, selection)
+            seen = block.weighing(tokens.policy if self.all_keys else left.policy)
+            update = seen.attend(tokens.x, context, key_mask=tokens.valid, key_bias=tokens.key_bias())
+            y = self._combine(tokens.x, update, gates.kept, block, then_mlp=True)
+            return left.with_x(y), _trace(tokens, left, choice), statistics
         if isinstance(self.bypass, Reduction):
             left = self.bypass.reduce(tokens, selection, scores, attention)
             update = self._attend_reduced(tokens, left, block, context)
@@ -198,7 +204,10 @@ class RoutedLayer(nn.Module):
         attention = statistics.values if maps.own and statistics is not None else maps.source
         choice = self._choose(seen, attention, state, edit)
         scores, selection, gates = choice.scores, choice.selection, choice.gates
-        if isinstance(self.bypass, Reduction):
+        if tokens.policy is not None:
+            left = self._taken_out(seen, selection)
+            y = self._combine(h, block.mlp(h), gates.kept, block)
+        elif isinstance(self.bypass, Reduction):
             left = self.bypass.reduce(seen, selection, scores, statistics.values if statistics is not None else None)
             gate = _gate_of_reduced(gates, selection, seen, left)
             y = self._combine(left.x, block.mlp(left.x), gate, block)
@@ -214,15 +223,24 @@ class RoutedLayer(nn.Module):
         scores, logits = self.router.read(inputs)
         if self.corruption is not None:
             scores = self.corruption(scores, inputs)
-        if tokens.eligible is None:
+        eligible = tokens.eligible
+        if eligible is None:
             selection = self.capacity(scores, state, tokens.valid)
+        elif tokens.policy is not None and self.capacity.traits.relaxes:
+            # Also tokens that are gone decide: their decision weighs the gradient of the one that took them out.
+            selection = self.capacity(scores, state, eligible.mask())
         else:
-            eligible = tokens.eligible
             selection = self.capacity(eligible.gather(scores), state, eligible.valid).within(eligible)
         if edit is not None:
             selection = edit(scores, selection)
+        if tokens.policy is not None:
+            selection = selection.times(tokens.policy)
         fraction = self.capacity.aimed_fraction(state.progress)
         return Choice(scores, selection, self.scaling(scores, selection), logits, fraction)
+
+    def _taken_out(self, tokens: Tokens, selection: Selection) -> Tokens:
+        """The tokens, of which those that were not kept are no keys any more, and are never kept again."""
+        return replace(tokens, policy=selection.relaxed, eligible=selection)
 
     def _nest(self, tokens: Tokens, selection: Selection) -> Tokens:
         """The tokens, of which later layers may keep those selected here alone, if selections are to be nested."""

@@ -95,12 +95,14 @@ class CapacityTraits:
     needs_choice: the rule follows the router's own two-way decision.
     ragged: samples of one batch may keep different numbers of tokens.
     needs_positive: scores are weights to sample by, which must not be negative.
+    relaxes: in training it makes a differentiable decision of the score, whose scale it is told.
     """
 
     has_fraction: bool = True
     needs_choice: bool = False
     ragged: bool = False
     needs_positive: bool = False
+    relaxes: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,6 +46,10 @@ class Backbone(ABC):
     @abstractmethod
     def block(self, layer: int) -> Block:
         """The block with this zero-based index."""
+
+    @abstractmethod
+    def norm(self, x: Tensor) -> Tensor:
+        """The norm between the last block and the head, of tokens [B, N, D]."""
 
     @abstractmethod
     def head(self, x: Tensor, valid: Tensor | None = None) -> Any:
@@ -88,6 +93,7 @@ class RoutedModel(nn.Module):
         self.backbone = backbone.module
         self.layers = nn.ModuleDict({str(layer): layers[layer] for layer in sorted(layers)})
         self.routed_layers = sorted(layers)
+        self.hides = any(isinstance(layer.bypass, Reduction) and layer.bypass.hides for layer in layers.values())
         self.sources = dict(sorted((sources or {}).items()))
         self.request = request
         self.fill = fill
@@ -109,24 +115,34 @@ class RoutedModel(nn.Module):
         inputs: Tensor,
         *,
         return_trace: bool = False,
+        return_tokens: bool = False,
         progress: float = 1.0,
         step: int = 0,
         sample_ids: Tensor | None = None,
+        noise: NoiseSource | None = None,
     ) -> Any:
         """The backbone's output, with routing.
 
         Args:
             inputs: what the backbone takes: images [B, C, H, W] or token ids [B, N].
             return_trace: return (output, `Trace`) instead of the output.
+            return_tokens: return the `Tokens` behind the output as well, last: those that left the last layer, after the
+                backbone's final norm.
             progress: how far training has come, in [0, 1]; a capacity warm-up reads it.
             step: optimiser step; routing noise differs between steps in training and ignores it in evaluation.
             sample_ids: [B] int64, index of each sample in its data set; routing noise belongs to it. None: 0 .. B - 1.
+            noise: source of the routing noise; None: the one that `step` and `sample_ids` say.
         """
         tokens, context = self.embed(inputs)
-        state = self.run_state(tokens, progress, step, sample_ids)
+        state = self.run_state(tokens, progress, step, sample_ids, noise)
         tokens, trace = self.forward_tokens(tokens, context, state)
-        output = self.head(tokens)
-        return (output, trace) if return_trace else output
+        found = [self.head(tokens)]
+        if return_trace:
+            found.append(trace)
+        if return_tokens:
+            tokens = tokens.restored()
+            found.append(tokens.with_x(self._adapter.norm(tokens.x)))
+        return found[0] if len(found) == 1 else tuple(found)
 
     def embed(self, inputs: Tensor) -> tuple[Tokens, Any]:
         """The tokens that enter the first layer, and the backbone's context for `forward_tokens`."""
@@ -139,12 +155,17 @@ class RoutedModel(nn.Module):
         return self._adapter.head(tokens.x, tokens.valid)
 
     def run_state(
-        self, tokens: Tokens, progress: float = 1.0, step: int = 0, sample_ids: Tensor | None = None
+        self,
+        tokens: Tokens,
+        progress: float = 1.0,
+        step: int = 0,
+        sample_ids: Tensor | None = None,
+        noise: NoiseSource | None = None,
     ) -> RunState:
         """What the layers are told about the run; arguments as for `forward`."""
         if sample_ids is None:
             sample_ids = torch.arange(tokens.x.shape[0], device=tokens.x.device)
-        noise = NoiseSource(step if self.training else -1, sample_ids)
+        noise = noise or NoiseSource(step if self.training else -1, sample_ids)
         return RunState(progress if self.training else 1.0, noise, self.training, tokens.x.shape[1])
 
     def forward_tokens(
@@ -160,8 +181,13 @@ class RoutedModel(nn.Module):
         latest: AttentionStatistics | None = None
         last_use = {source: layer for layer, source in self.sources.items()}
         trace = Trace()
+        if state.training and self.hides:
+            dtype = torch.promote_types(tokens.x.dtype, torch.float32)
+            tokens = replace(tokens, policy=tokens.x.new_ones(tokens.x.shape[:2], dtype=dtype))
         for index in range(self._adapter.depth):
             block = self._adapter.block(index)
+            if tokens.policy is not None:
+                block = block.weighing(tokens.policy)
             request = self.request if index in last_use else None
             projection = getattr(self, f"random_projection_{index}") if request and self.random_attention else None
             entered = tokens

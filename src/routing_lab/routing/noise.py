@@ -39,6 +39,10 @@ class NoiseSource:
         """[B, N] float32 in (0, 1), the same at every step and for every sample."""
         return _uniform(torch.zeros_like(self.sample_ids), 0, num_tokens, _combine(seed, layer, purpose))
 
+    def gumbel(self, num_tokens: int, seed: int, layer: int) -> Tensor:
+        """[B, N, 2] float32, standard Gumbel: what a choice between two is perturbed with, the first of them to keep."""
+        return torch.stack([-(-self.uniform(num_tokens, seed, layer, 4 + way).log()).log() for way in (0, 1)], dim=-1)
+
     def normal(self, num_tokens: int, seed: int, layer: int, purpose: int = 0) -> Tensor:
         """[B, N] float32, standard normal."""
         return math.sqrt(2) * torch.erfinv(2 * self.uniform(num_tokens, seed, layer, purpose) - 1)

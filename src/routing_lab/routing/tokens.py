@@ -27,6 +27,8 @@ class Tokens:
         proportional: attention weighs keys by `size` (ToMe).
         mass: [B, N], what is left of each token's halting mass of one (A-ViT); None: all of it.
         eligible: the tokens that later layers may still keep; None: all.
+        policy: [B, N], 1 at tokens that are still there and 0 at those that a relaxed decision took out, with its gradient;
+            None: no decision is relaxed.
         halted: what tokens have given to the model's output so far; None while none has.
     """
 
@@ -39,6 +41,7 @@ class Tokens:
     proportional: bool = False
     mass: Tensor | None = None
     eligible: Selection | None = None
+    policy: Tensor | None = None
     halted: Halted | None = None
 
     def with_x(self, x: Tensor) -> Tokens:
@@ -223,7 +226,15 @@ class Selection:
 
     def within(self, outer: Selection) -> Selection:
         """This selection of the tokens that `outer` keeps, as indices into the tokens that `outer` chose from."""
-        return Selection(outer.index.gather(1, self.index), self.valid, outer.num_tokens)
+        relaxed = self.relaxed
+        if relaxed is not None:
+            relaxed = outer.scatter(relaxed.new_zeros(relaxed.shape[0], outer.num_tokens), relaxed)
+        return Selection(outer.index.gather(1, self.index), self.valid, outer.num_tokens, relaxed)
+
+    def times(self, policy: Tensor) -> Selection:
+        """This selection with its decision as 0 or 1, relaxed or not, multiplied by an earlier one [B, N]."""
+        decision = self.mask().to(policy.dtype) if self.relaxed is None else self.relaxed
+        return replace(self, relaxed=decision * policy)
 
     @property
     def keeps_all(self) -> bool:

@@ -1,0 +1,173 @@
+"""Every pair of members of two axes, on a tiny model: it trains one step, or it is refused with a reason."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from functools import cache
+from itertools import combinations, product
+
+import pytest
+import torch
+from omegaconf import DictConfig
+
+from routing_lab.assembly import attach
+from routing_lab.backbones import adapt
+from routing_lab.config import Composer, Config, ConfigError, check
+from routing_lab.routing import members
+from routing_lab.routing.model import RoutedModel
+from tests.routing.test_registry import REGISTRIES
+from tests.routing.tiny import DEPTH, HEADS, WIDTH, images, vit
+
+Cell = dict[str, str]
+Pair = frozenset[tuple[str, str]]
+
+BACKBONE = [f"backbone.width={WIDTH}", f"backbone.depth={DEPTH}", f"backbone.heads={HEADS}"]
+NEEDED = {
+    ("placement", "list"): ["placement.layers=[1,2]"],
+    ("placement", "stages"): ["placement.layers=[1,3]"],
+}
+"""What a member cannot do without, or what a model of four layers asks for."""
+
+USUAL = {
+    "router": "mlp",
+    "scaling": "none",
+    "capacity": "topk",
+    "placement": "alternate",
+    "bypass": "skip",
+    "visibility": "kept",
+}
+"""Members that go with nearly every other: a router that decides, gives probabilities and is never negative."""
+
+ATTEMPTS = 4
+
+
+@cache
+def composed(axis: str, name: str) -> DictConfig:
+    """The node of one axis when its member is chosen."""
+    return Composer().compose([f"{axis}={name}", *NEEDED.get((axis, name), [])])[0][axis]
+
+
+@cache
+def base() -> DictConfig:
+    return Composer().compose(BACKBONE)[0]
+
+
+def checked(cell: Cell) -> Config:
+    """The configuration of a cell; the routed part of a layer is one that scaling and bypass are defined for."""
+    config = base().copy()
+    for axis, name in cell.items():
+        config[axis] = composed(axis, name).copy()
+    scaling, bypass = members.SCALINGS[cell["scaling"]], members.BYPASSES[cell["bypass"]]
+    shared = [part for part in members.SUBLAYERS if part in scaling.sublayers and part in bypass.sublayers]
+    config.placement.sublayer = shared[0] if shared else "block"
+    config.placement.attention_source = "last_dense"
+    return check(config).config
+
+
+def pairs_of(cell: Cell) -> set[Pair]:
+    return {frozenset(pair) for pair in combinations(sorted(cell.items()), 2)}
+
+
+def covering() -> Iterator[tuple[Cell, Config | ConfigError]]:
+    """Cells in which every pair occurs; a pair that can be configured occurs in a cell that can be."""
+    missing: set[Pair] = set()
+    for one, other in combinations(sorted(REGISTRIES), 2):
+        missing |= {frozenset(((one, a), (other, b))) for a, b in product(REGISTRIES[one], REGISTRIES[other])}
+    draw = random.Random(0)
+    while missing:
+        pair = dict(min(missing, key=sorted))
+        drawn = [{axis: draw.choice(sorted(registry)) for axis, registry in REGISTRIES.items()} for _ in range(ATTEMPTS)]
+        drawn.sort(key=lambda cell: -len(pairs_of(cell | pair) & missing))
+        cell, outcome = attempt(USUAL | pair)
+        for other in drawn:
+            found = attempt(other | pair)
+            if isinstance(found[1], Config):
+                cell, outcome = found
+                break
+        missing -= pairs_of(cell) if isinstance(outcome, Config) else {frozenset(pair.items())}
+        yield cell, outcome
+
+
+def attempt(cell: Cell) -> tuple[Cell, Config | ConfigError]:
+    try:
+        return cell, checked(cell)
+    except ConfigError as error:
+        return cell, error
+
+
+@cache
+def cells() -> list[tuple[Cell, Config | ConfigError]]:
+    return list(covering())
+
+
+def test_refusals_state_a_reason() -> None:
+    refused = [(cell, outcome) for cell, outcome in cells() if isinstance(outcome, ConfigError)]
+    for cell, error in refused:
+        assert error.problems, cell
+        for problem in error.problems:
+            axis = problem.key.split(".")[0]
+            assert axis in members.AXES, problem
+            assert len(problem.message) > 20, problem
+
+
+def test_every_member_is_trained_somewhere() -> None:
+    trained = {item for cell, outcome in cells() if isinstance(outcome, Config) for item in cell.items()}
+    assert trained == {(axis, name) for axis, registry in REGISTRIES.items() for name in registry}
+
+
+def test_accepted_cells_train_one_step() -> None:
+    failed = []
+    for cell, config in cells():
+        if isinstance(config, Config):
+            try:
+                trains_one_step(cell, attach(adapt(vit()), config))
+            except Exception as error:  # all cells are tried, and all that fail are named
+                failed.append(f"{' '.join(cell.values())}: {type(error).__name__}: {error}")
+    assert not failed, "\n".join(failed)
+
+
+def trains_one_step(cell: Cell, model: RoutedModel) -> None:
+    model.train()
+    labels = torch.tensor([0, 1, 2, 3])
+    logits, trace = model(images(batch=4), return_trace=True, progress=0.5, step=1)
+    torch.nn.functional.cross_entropy(logits, labels).backward()
+    assert logits.isfinite().all()
+
+    idle = {layer for layer in model.routed_layers if int(trace[layer].counts.sum()) == 0}
+    for name, parameter in model.backbone.named_parameters():
+        if not any(name.startswith(f"blocks.{layer}.") for layer in idle):
+            assert parameter.grad is not None, name
+        assert parameter.grad is None or parameter.grad.isfinite().all(), name
+    scaling = members.SCALINGS[cell["scaling"]]
+    for name, parameter in model.layers.named_parameters():
+        if not scaling.gives_router_gradient and members.BYPASSES[cell["bypass"]].removes:
+            continue  # the weights of fused tokens may be made of scores
+        if not scaling.gives_router_gradient:
+            assert parameter.grad is None or not parameter.grad.any(), name
+            continue
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+        busy = int(name.split(".")[0]) not in idle
+        assert bool(parameter.grad.any()) or not busy or name.endswith("bias"), name
+
+    torch.optim.SGD(model.parameters(), lr=1e-3).step()
+    model.eval()
+    with torch.no_grad():
+        assert model(images(batch=4)).isfinite().all()
+
+
+@pytest.mark.parametrize("form", ["value", "mask", "stop_gradient"])
+@pytest.mark.parametrize("router", [name for name, traits in members.ROUTERS.items() if traits.learned])
+def test_forms_of_the_straight_through_gradient(router: str, form: str) -> None:
+    config = base().copy()
+    config.router = composed("router", router).copy()
+    config.scaling = composed("scaling", "straight_through").copy()
+    config.scaling.form = form
+    model = attach(adapt(vit()), check(config).config).train()
+    model(images(batch=4)).square().sum().backward()
+    for name, parameter in model.layers.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+        if not name.endswith("bias"):
+            assert bool(parameter.grad.any()) == (form != "stop_gradient"), name
