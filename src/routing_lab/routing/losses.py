@@ -207,12 +207,14 @@ def _by_first_token(trace: Trace) -> Iterator[tuple[Tensor, Tensor | None]]:
     batch, first = trace[0].origin.shape
     position = torch.arange(first, device=trace[0].origin.device).expand(batch, first)
     for layer in trace.layers:
-        ran = _kept_mask(layer).gather(1, position.clamp_min(0)) & (position >= 0)
+        ran = _at(_kept_mask(layer), position)
         position = position if layer.source is None else layer.source
-        spent = None
-        if layer.halting is not None:
-            spent = layer.halting.gather(1, position.clamp_min(0)) * (position >= 0)
-        yield ran, spent
+        yield ran, None if layer.halting is None else _at(layer.halting, position)
+
+
+def _at(values: Tensor, position: Tensor) -> Tensor:
+    """[B, M] entries of values [B, N] at position [B, M], zero where that is negative."""
+    return F.pad(values, (0, 1)).gather(1, torch.where(position < 0, values.shape[1], position))
 
 
 def _routed(trace: Trace) -> list[LayerTrace]:
