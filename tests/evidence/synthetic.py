@@ -62,8 +62,7 @@ def write_run(
     noise: int = 0,
     extra: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """One run folder under `root`, with predictions and history where `examples` and `epochs` ask for them; `extra` joins its
-    configuration."""
+    """One run folder under `root`, with predictions and history where `examples` and `epochs` ask for them."""
     config = configuration(changes) | {"seed": seed} | dict(extra or {})
     label = "-".join(
         f"{key.rsplit('.', 1)[-1]}_{value}" for key, value in changes.items() if key not in ("study", "arm")

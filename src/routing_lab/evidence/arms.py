@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from routing_lab.evidence.formatting import runs_of, value_text
-from routing_lab.evidence.records import compared_config, flatten, is_finished, natural
+from routing_lab.evidence.records import arm_key, compared_config, flatten, is_finished, natural
 
 # Filled in from another key by the configuration, so they never say more than that key does.
 _DERIVED = {"data.image_size": "backbone.image_size", "data.channels": "backbone.channels"}
@@ -92,19 +91,18 @@ def group_arms(records: Sequence[Mapping[str, Any]]) -> list[Arm]:
     it has one, or else the keys in which the arms differ. Of two records with one seed the finished one counts, then
     the first. Records without a configuration (unreadable ones) belong to no arm.
     """
-    groups: dict[str, tuple[dict[str, Any], str | None, dict[int, Mapping[str, Any]]]] = {}
+    groups: dict[str, tuple[Mapping[str, Any], dict[int, Mapping[str, Any]]]] = {}
     for record in records:
         if record["status"] == "unreadable" or not isinstance(record["seed"], int):
             continue
-        config = compared_config(record)
-        key = json.dumps(config, sort_keys=True, default=str)
-        _, _, cells = groups.setdefault(key, (config, record.get("arm"), {}))
+        _, cells = groups.setdefault(arm_key(record), (record, {}))
         seed = record["seed"]
         if seed not in cells or (is_finished(record) and not is_finished(cells[seed])):
             cells[seed] = record
-    configs = [config for config, _, _ in groups.values()]
-    labels = _unique_labels([name for _, name, _ in groups.values()], arm_labels(configs))
-    return [Arm(label, config, cells) for label, (config, _, cells) in zip(labels, groups.values(), strict=True)]
+    configs = [compared_config(first) for first, _ in groups.values()]
+    labels = _unique_labels([first.get("arm") for first, _ in groups.values()], arm_labels(configs))
+    cells_of = [cells for _, cells in groups.values()]
+    return [Arm(label, config, cells) for label, config, cells in zip(labels, configs, cells_of, strict=True)]
 
 
 def differing_keys(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:

@@ -128,26 +128,28 @@ def pareto(arms: Sequence[Arm], metric: str, cost: str, caption: str, name: str 
     figure, axes = _figure(3.6)
     front = [i for i, point in enumerate(standings) if point.standing == "front"]
     line = sorted((x[i] / size, quality.factor * summaries[i].mean) for i in front)
-    axes.plot([px for px, _ in line], [py for _, py in line], color="#bbbbbb", linewidth=1.0, zorder=1)
+    axes.plot(*zip(*line, strict=True), color="#bbbbbb", linewidth=1.0, zorder=1)
     named = range(len(points)) if len(points) <= MAX_ARMS else front[:MAX_ARMS]
-    styles = {i: n for n, i in enumerate(named)}
-    for i, (arm, summary, point) in enumerate(zip(points, summaries, standings, strict=True)):
-        style = styles.get(i)
-        colour = _COLOURS[style] if style is not None else "#999999"
-        face = {"front": colour, "tied": "#cccccc", "dominated": "none"}[point.standing]
-        error = quality.factor * (summary.high - summary.mean) if not math.isnan(summary.high) else None
+    others = sorted(set(range(len(points))) - set(named))
+    means = quality.factor * np.array([summary.mean for summary in summaries])
+    axes.plot(x[others] / size, means[others], ".", color="#999999", markersize=4, zorder=1)
+    for style, i in enumerate(named):
+        summary, colour = summaries[i], _COLOURS[style]
+        face = {"front": colour, "tied": "#cccccc", "dominated": "none"}[standings[i].standing]
         axes.errorbar(
             [x[i] / size],
-            [quality.factor * summary.mean],
-            yerr=error,
-            fmt=_MARKERS[style] if style is not None else ".",
+            [means[i]],
+            yerr=None if math.isnan(summary.high) else quality.factor * (summary.high - summary.mean),
+            fmt=_MARKERS[style],
             color=colour,
             markerfacecolor=face,
             markersize=6,
             elinewidth=1.0,
             capsize=2,
-            label=_short(arm.label, 48) if style is not None else None,
+            label=_short(points[i].label, 48),
         )
+    if others:
+        caption = f"{caption}. Dots: {len(others)} more arms"
     heading = cost.rsplit("/", 1)[-1].replace("_", " ") if not cost.startswith("cost/macs") else "MACs measured"
     axes.set_xlabel(f"{heading}{f', {unit}' if unit else ''}")
     axes.set_ylabel(quality.heading)

@@ -198,9 +198,7 @@ def flatten(tree: Mapping[str, Any], separator: str = ".", prefix: str = "") -> 
 
 def comparable(config: Mapping[str, Any]) -> dict[str, Any]:
     """The flat keys of a configuration that make an arm: everything but `NOT_COMPARED` and class paths."""
-    kept = {key: value for key, value in config.items() if key not in NOT_COMPARED}
-    flat = flatten(kept)
-    return {key: value for key, value in flat.items() if key not in NOT_COMPARED and not key.endswith("_target_")}
+    return {key: value for key, value in flatten(_kept(config)).items() if not key.endswith("_target_")}
 
 
 def compared_config(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -208,28 +206,42 @@ def compared_config(record: Mapping[str, Any]) -> dict[str, Any]:
     return comparable(record["config"] or record["axes"])
 
 
-def to_frame(records: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
-    """One tidy row per run.
+def arm_key(record: Mapping[str, Any]) -> str:
+    """Text that two records share exactly when what makes their arms is equal; cheaper than `compared_config`."""
+    return json.dumps(_kept(record["config"] or record["axes"]), sort_keys=True, default=str)
 
-    Columns: `run_id, name, status, study, arm, seed` as they are, then `scale`; configuration keys with dots
+
+def tidy_rows(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One flat row per run.
+
+    Keys: `run_id, name, status, study, arm, seed` as they are, then `scale`; configuration keys with dots
     (`router.name`, `capacity.fraction`); everything measured with slashes: metrics under their own names
     (`test/acc`), other sections with the section in front (`cost/macs_measured`, `routing/kept_fraction/3`,
-    `git/commit`). Lists are JSON text, so that every cell can be grouped and written to CSV.
+    `git/commit`). Lists are JSON text, so that every value can be grouped and written to CSV.
     """
-    import pandas as pd
-
+    configs: dict[str, dict[str, Any]] = {}
     rows = []
     for record in records:
-        row = {key: record.get(key) for key in ("run_id", "name", "status", "study", "arm", "seed")}
+        key = arm_key(record)
+        if key not in configs:
+            configs[key] = {name: _cell(value) for name, value in compared_config(record).items()}
+        row = {name: record.get(name) for name in ("run_id", "name", "status", "study", "arm", "seed")}
         row["scale"] = scale_label(record)
-        row.update(compared_config(record))
-        row.update(record["metrics"])
+        row |= configs[key]
+        measured = dict(record["metrics"])
         for section in ("cost", "routing", "environment", "git", "data", "init"):
-            row.update(flatten(record[section], "/", f"{section}/"))
-        row["num_warnings"] = len(record["warnings"])
-        row["folder"] = record.get("folder")
-        rows.append({key: _cell(value) for key, value in row.items()})
-    return pd.DataFrame(rows)
+            measured |= flatten(record[section], "/", f"{section}/")
+        row |= {name: _cell(value) for name, value in measured.items()}
+        row |= {"num_warnings": len(record["warnings"]), "folder": record.get("folder")}
+        rows.append(row)
+    return rows
+
+
+def to_frame(records: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    """`tidy_rows` as a frame: one row per run, a column for every key that some run has."""
+    import pandas as pd
+
+    return pd.DataFrame(tidy_rows(records))
 
 
 def scale_label(record: Mapping[str, Any]) -> str:
@@ -319,6 +331,16 @@ def _unreadable(folder: str, reason: str) -> dict[str, Any]:
         "warnings": [],
         "folder": folder,
     }
+
+
+def _kept(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration without `NOT_COMPARED`; nodes that lose a key are copied."""
+    kept = {key: value for key, value in config.items() if key not in NOT_COMPARED}
+    for key in NOT_COMPARED:
+        node, _, entry = key.partition(".")
+        if entry and isinstance(kept.get(node), Mapping):
+            kept[node] = {name: value for name, value in kept[node].items() if name != entry}
+    return kept
 
 
 def _visible(node: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,9 @@ and no path, so that the same records give the same bytes. The HTML is one file 
 
 from __future__ import annotations
 
+import csv
 import html
+import io
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from routing_lab.evidence import figures, tables
-from routing_lab.evidence.arms import Arm, group_arms
+from routing_lab.evidence.arms import Arm
 from routing_lab.evidence.claims import Claim, claims_table, judge
 from routing_lab.evidence.figures import Drawing, Row
-from routing_lab.evidence.records import member_name, to_frame, write_text
+from routing_lab.evidence.records import member_name, tidy_rows, write_text
 from routing_lab.evidence.study import Plan, Study
 from routing_lab.evidence.tables import DEFAULT_METRIC, SweepTable, Table, pairwise_table, sweep_table
 from routing_lab.evidence.verdict import StudyResult, effects_table, evaluate, verdict_text
@@ -114,7 +116,7 @@ def to_latex(report: Report) -> str:
 
 def to_csv(report: Report) -> dict[str, str]:
     """File name to CSV text: one file per table with raw values, and `runs.csv` with one row per run."""
-    files = {"runs.csv": to_frame(report.records).drop(columns="folder", errors="ignore").to_csv(index=False)}
+    files = {"runs.csv": _runs_csv(report.records)}
     for section in report.sections:
         for table in section.tables:
             name = "sweep" if isinstance(table, SweepTable) else table.name
@@ -145,6 +147,17 @@ def write_report(report: Report, folder: Path | str, formats: Iterable[str] = ("
         else:
             written += [write_text(folder / file, text) for file, text in to_csv(report).items()]
     return written
+
+
+def _runs_csv(records: Sequence[Mapping[str, Any]]) -> str:
+    rows = tidy_rows(records)
+    # Where the folders stand would make the file differ between machines.
+    keys = dict.fromkeys(key for row in rows for key in row if key != "folder")
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(keys), extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
 
 
 def _summary(records: Sequence[Mapping[str, Any]], results: Sequence[StudyResult]) -> Section:
@@ -190,7 +203,7 @@ def _study_section(result: StudyResult) -> Section:
 
 def _sweep_section(data: str, records: Sequence[Mapping[str, Any]]) -> Section:
     table = sweep_table(records)
-    metric = DEFAULT_METRIC if figures.has_values(group_arms(records), DEFAULT_METRIC) else "test/loss"
+    metric = DEFAULT_METRIC if figures.has_values(table.members, DEFAULT_METRIC) else "test/loss"
     caption = table.arms.caption.removeprefix("Arms: ")
     rows = [
         Row(f"{c.arm.label}", c.difference.mean, c.difference.low, c.difference.high)
@@ -198,7 +211,7 @@ def _sweep_section(data: str, records: Sequence[Mapping[str, Any]]) -> Section:
         if c.difference is not None
     ]
     drawn = [figures.forest(rows, metric, f"Differences from the reference arm, {caption}")]
-    drawn += _drawings(group_arms(records), metric, caption)
+    drawn += _drawings(table.members, metric, caption)
     wins = tables.win_counts(table.comparisons, metric)
     lines: tuple[str, ...] = ()
     if sum(wins.values()):
@@ -279,6 +292,7 @@ figure.drawing figcaption { font-weight: 400; font-size: .9rem; max-width: 40rem
 table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .25rem .6rem; text-align: left; vertical-align: top; border-bottom: 1px solid #e2e2e2; }
 th { font-weight: 400; }
+tbody th { position: sticky; left: 0; background: #fff; min-width: 8rem; max-width: 16rem; overflow-wrap: anywhere; }
 thead th { font-weight: 600; border-bottom: 1px solid #888; }
 th.n, td.n { text-align: right; white-space: nowrap; }
 .notes { font-size: .85rem; color: #444; margin-top: .3rem; max-width: 60rem; }
@@ -292,5 +306,6 @@ svg { width: 100%; max-width: 40rem; height: auto; }
   table { font-size: 7.5pt; }
   th, td { padding: .1rem .3rem; }
   th.n, td.n { white-space: normal; }
+  tbody th { position: static; min-width: 0; }
 }
 """

@@ -10,13 +10,14 @@ import csv
 import html
 import io
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from routing_lab.evidence import formatting
-from routing_lab.evidence.arms import Arm, differing_keys, group_arms, metric_of
+from routing_lab.evidence.arms import Arm, group_arms, metric_of
 from routing_lab.evidence.formatting import Kind
 from routing_lab.evidence.records import member_name, scale_label, write_text
 
@@ -111,6 +112,7 @@ class SweepTable:
     arms: Table
     differences: Table | None
     comparisons: tuple[Comparison, ...]
+    members: tuple[Arm, ...]
 
     @property
     def tables(self) -> tuple[Table, ...]:
@@ -167,7 +169,7 @@ def sweep_table(
     caption = _caption(records, shown.key)
     arms_table = _arms_table(arms, shown, seeds, level, caption, (*notes, *broken))
     differences = difference_table(comparisons, shown.key, caption, level) if comparisons else None
-    return SweepTable(_cells_table(arms, shown, caption), arms_table, differences, comparisons)
+    return SweepTable(_cells_table(arms, shown, caption), arms_table, differences, comparisons, tuple(arms))
 
 
 def compare(arm: Arm, reference: Arm, metric: str, level: float = 0.95) -> Comparison:
@@ -498,15 +500,28 @@ def _references(arms: Sequence[Arm], label: str | None) -> tuple[dict[str, Arm],
         dense = [arm for arm in group if arm.is_dense]
         if not dense and len(group) > 1:
             notes.append(f"the dense arm (router=dense) is missing here: differences are against {group[0].label}")
+        nearest = _Nearest(dense, group)
         for arm in group:
-            references[arm.label] = arm if arm.is_dense else _nearest(arm, dense) if dense else group[0]
+            references[arm.label] = arm if arm.is_dense else nearest.to(arm) if dense else group[0]
     return references, notes
 
 
-def _nearest(arm: Arm, candidates: Sequence[Arm]) -> Arm:
-    if len(candidates) == 1:
-        return candidates[0]
-    return min(candidates, key=lambda candidate: len(differing_keys(arm.config, candidate.config)))
+class _Nearest:
+    """The dense arm that differs from an arm in the fewest keys."""
+
+    def __init__(self, dense: Sequence[Arm], group: Sequence[Arm]) -> None:
+        self._dense = dense
+        keys = dict.fromkeys(key for arm in group for key in arm.config)
+        self._varying = [key for key in keys if len({repr(arm.config.get(key)) for arm in group}) > 1]
+        self._values = [self._of(arm) for arm in dense]
+
+    def to(self, arm: Arm) -> Arm:
+        own = self._of(arm)
+        differing = [sum(map(operator.ne, own, values)) for values in self._values]
+        return self._dense[differing.index(min(differing))]
+
+    def _of(self, arm: Arm) -> tuple[Any, ...]:
+        return tuple(arm.config.get(key) for key in self._varying)
 
 
 def _caption(records: Sequence[Mapping[str, Any]], metric: str) -> str:
