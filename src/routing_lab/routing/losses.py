@@ -8,7 +8,7 @@ Shape legend: B batch, N tokens that entered a layer, E logits of a token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from routing_lab.routing.base import LayerTrace, Trace
+from routing_lab.routing.measures import at, positions, ran
 
 Loss = Callable[..., Tensor]
 """Takes a trace, and its options by keyword."""
@@ -116,12 +117,11 @@ def ponder_loss(trace: Trace) -> Tensor:
     mass alone, which stays one where the router knows no halting.
     """
     remainder = mass = torch.ones_like(trace[0].origin, dtype=torch.float32)
-    layers = torch.zeros_like(mass)
-    for ran, spent in _by_first_token(trace):
-        layers = layers + ran
-        remainder = torch.where(ran, mass, remainder)
+    layers = ran(trace)
+    for present, spent in zip(layers, _halting(trace), strict=True):
+        remainder = torch.where(present, mass, remainder)
         mass = mass if spent is None else mass - spent
-    return (layers + remainder).mean()
+    return (layers.sum(dim=0) + remainder).mean()
 
 
 def halting_prior_loss(
@@ -164,7 +164,7 @@ def halting_means(trace: Trace, skip_first_sample: bool = False) -> Tensor:
     Removed tokens count as zero; hidden ones (`bypass=ponder_masked`) with the score they have.
     """
     first = 1 if skip_first_sample else 0
-    means = [spent[first:].mean() for _, spent in _by_first_token(trace) if spent is not None]
+    means = [spent[first:].mean() for spent in _halting(trace) if spent is not None]
     return torch.stack(means) if means else torch.zeros(0, device=trace[0].origin.device)
 
 
@@ -202,19 +202,13 @@ def kept_share(trace: Trace, layer: LayerTrace) -> Tensor:
     return (decision(layer) * (layer.origin >= 0)).sum(dim=1) / first
 
 
-def _by_first_token(trace: Trace) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """For each layer, by token that entered the model: [B, N0] whether the layer ran it, and the halting mass it spent."""
-    batch, first = trace[0].origin.shape
-    position = torch.arange(first, device=trace[0].origin.device).expand(batch, first)
-    for layer in trace.layers:
-        ran = _at(_kept_mask(layer), position)
-        position = position if layer.source is None else layer.source
-        yield ran, None if layer.halting is None else _at(layer.halting, position)
-
-
-def _at(values: Tensor, position: Tensor) -> Tensor:
-    """[B, M] entries of values [B, N] at position [B, M], zero where that is negative."""
-    return F.pad(values, (0, 1)).gather(1, torch.where(position < 0, values.shape[1], position))
+def _halting(trace: Trace) -> list[Tensor | None]:
+    """For each layer [B, N0] what each token that entered the model spent of its halting mass there; None: no halting."""
+    after = positions(trace)[1:]
+    return [
+        None if layer.halting is None else at(layer.halting, position)
+        for layer, position in zip(trace.layers, after, strict=True)
+    ]
 
 
 def _routed(trace: Trace) -> list[LayerTrace]:
