@@ -1,0 +1,93 @@
+"""Measures of how routing shares the layers out among tokens: pure functions of traces, without gradient.
+
+Shape legend: B batch, N0 tokens that entered the model, P patches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from routing_lab.routing.base import Trace
+
+
+def ran(trace: Trace) -> Tensor:
+    """[layers, B, N0] bool: which of the tokens that entered the model each layer ran, all of them where it is dense.
+
+    A removed token is run no more. A token that stands for several, fused or merged, runs for all of them.
+    """
+    rows = []
+    for layer, position in zip(trace.layers, positions(trace), strict=False):
+        batch, tokens = layer.origin.shape
+        mask = torch.zeros(batch, tokens + 1, dtype=torch.bool, device=position.device)
+        mask = mask.scatter(1, layer.kept.masked_fill(layer.kept < 0, tokens), True)
+        rows.append(at(mask[:, :tokens], position))
+    return torch.stack(rows)
+
+
+def positions(trace: Trace) -> list[Tensor]:
+    """For each layer, and after the last, [B, N0]: where the token is that stands for each that entered the model.
+
+    -1: there is none any more.
+    """
+    first = trace[0].origin
+    found = [torch.arange(first.shape[1], device=first.device).expand_as(first)]
+    for layer in trace.layers:
+        found.append(found[-1] if layer.source is None else layer.source)
+    return found
+
+
+def at(values: Tensor, position: Tensor) -> Tensor:
+    """[B, M] entries of values [B, N] at position [B, M], zero where that is negative."""
+    return F.pad(values, (0, 1)).gather(1, torch.where(position < 0, values.shape[1], position))
+
+
+def layers_run(trace: Trace) -> Tensor:
+    """[B, N0] int64: how many layers ran each of the tokens that entered the model, dense layers included."""
+    return ran(trace).sum(dim=0)
+
+
+def dead_token_ratio(
+    traces: Trace | Sequence[Trace],
+    *,
+    unit: Literal["token", "position"] = "token",
+    layers: Literal["all", "last"] = "all",
+) -> float:
+    """Share of the patches that routing never reaches (after the dead token ratio of Mixture-of-Recursions).
+
+    Args:
+        traces: of one batch or of several.
+        unit: `token`: patches of single images; `position`: patch positions, dead where no image's patch is kept.
+        layers: dead is what no routed layer keeps (`all`), or what the `last` routed layer does not keep.
+    """
+    kept = [_patches_kept(trace) for trace in _several(traces)]
+    alive = torch.cat([part[-1] if layers == "last" else part.any(dim=0) for part in kept])
+    return 1 - (alive.any(dim=0) if unit == "position" else alive).float().mean().item()
+
+
+def maximum_violation(traces: Trace | Sequence[Trace], *, unit: Literal["layer", "position"] = "layer") -> float:
+    """(largest load - mean load) / mean load, the MaxVio of Wang et al. (2024): zero where all loads are equal.
+
+    Args:
+        traces: of one batch or of several.
+        unit: the load of a routed `layer`: patches that it keeps; of a patch `position`: routed layers that keep it.
+    """
+    dims = (1, 2) if unit == "layer" else (0, 1)
+    load = torch.stack([_patches_kept(trace).sum(dim=dims) for trace in _several(traces)]).sum(dim=0).double()
+    return ((load.max() - load.mean()) / load.mean().clamp_min(1e-12)).item()
+
+
+def _several(traces: Trace | Sequence[Trace]) -> Sequence[Trace]:
+    return [traces] if isinstance(traces, Trace) else traces
+
+
+def _patches_kept(trace: Trace) -> Tensor:
+    """[routed layers, B, P] bool."""
+    routed = [index for index, layer in enumerate(trace.layers) if layer.scores is not None]
+    if not routed:
+        raise ValueError("the trace has no routed layer to measure")
+    return ran(trace)[routed][..., trace[0].origin[0] >= 0]
