@@ -21,6 +21,7 @@ from routing_lab.config.schema import (
     CapacityConfig,
     ClassAttentionRouter,
     ConstantRouter,
+    Drop,
     FractionCapacity,
     LlamaBackbone,
     LossConfig,
@@ -62,7 +63,7 @@ TRAITS: Mapping[str, tuple[Mapping[str, Any], Any]] = {
 
 GIVEN_BY_THE_CORE: Mapping[str, frozenset[str]] = {
     "router": frozenset({"self", "spec"}),
-    "capacity": frozenset({"self", "spec", "boundary"}),
+    "capacity": frozenset({"self", "spec", "boundary", "scale"}),
     "scaling": frozenset({"self"}),
     "bypass": frozenset({"self", "spec"}),
     "visibility": frozenset({"self"}),
@@ -280,8 +281,15 @@ def capacity_fits(
             f"follows the router's own decision, and router={router.name} makes none; use router={_or(deciding)}, or "
             "another capacity",
         )
+    if traits_of("capacity", capacity).relaxes and not traits.learned:
+        learned = [name for name, facts_ in members.ROUTERS.items() if facts_.learned]
+        yield Problem.of(
+            "capacity",
+            capacity.name,
+            f"draws decisions by a learned score, and that of router={router.name} is not learned; use router={_or(learned)}",
+        )
     if isinstance(capacity, FractionCapacity) and capacity.depth_schedule != "constant":
-        if capacity.fraction_last is None:
+        if capacity.fraction_last is None and capacity.depth_schedule != "power":
             yield Problem.of(
                 "capacity.fraction_last",
                 None,
@@ -490,10 +498,14 @@ REFUSALS: tuple[Callable[..., Iterator[Problem]], ...] = (
 # --- remarks ---
 
 
-def router_learns(router: RouterConfig, scaling: ScalingConfig) -> Iterator[str]:
+def router_learns(
+    router: RouterConfig, scaling: ScalingConfig, capacity: CapacityConfig, bypass: BypassConfig
+) -> Iterator[str]:
     """A learned router that training cannot change."""
     if not traits_of("router", router).learned:
         return
+    if traits_of("capacity", capacity).relaxes and isinstance(bypass, Drop) and bypass.train == "mask":
+        return  # by way of the keys that its decision takes out
     traits = traits_of("scaling", scaling)
     form = scaling.options.get("form")
     if not traits.gives_router_gradient or form in traits.no_gradient_forms:

@@ -139,6 +139,12 @@ class LinearRouter(RouterConfig):
     normalize_input: bool
 
 
+class PredictorRouter(RouterConfig):
+    """`router=predictor`."""
+
+    init_std: float = Field(ge=0)
+
+
 class MLPRouter(RouterConfig):
     """`router=mlp`."""
 
@@ -275,7 +281,7 @@ class FractionCapacity(CapacityConfig):
 
     fraction: Fraction | list[Fraction]
     fraction_last: Fraction | None
-    depth_schedule: Literal["constant", "linear", "cosine"]
+    depth_schedule: Literal["constant", "linear", "cosine", "power"]
     warmup: float = Field(ge=0, lt=1)
     warmup_hold: float = Field(ge=0, lt=1)
     warmup_start: Fraction
@@ -289,6 +295,13 @@ class TopK(FractionCapacity):
     rounding: Literal["floor", "ceil", "round"]
     count: Literal["current", "initial"]
     count_prefix: bool
+
+
+class Gumbel(FractionCapacity):
+    """`capacity=gumbel`."""
+
+    temperature: float = Field(gt=0)
+    rounding: Literal["floor", "ceil", "round"]
 
 
 class Percentile(FractionCapacity):
@@ -385,6 +398,12 @@ class BypassConfig(Member):
     """Keys that every bypass has."""
 
 
+class Drop(BypassConfig):
+    """`bypass=drop`."""
+
+    train: Literal["drop", "mask"]
+
+
 class Fuse(BypassConfig):
     """`bypass=fuse`."""
 
@@ -424,6 +443,7 @@ MEMBER_MODELS: Mapping[str, Mapping[str, type[Member]]] = MappingProxyType(
         "router": {
             "dense": DenseRouter,
             "linear": LinearRouter,
+            "predictor": PredictorRouter,
             "mlp": MLPRouter,
             "amod": AttentionReceivedRouter,
             "cls_attention": ClassAttentionRouter,
@@ -445,7 +465,7 @@ MEMBER_MODELS: Mapping[str, Mapping[str, type[Member]]] = MappingProxyType(
         },
         "capacity": {
             "topk": TopK,
-            "percentile": Percentile,
+            "gumbel": Gumbel, "percentile": Percentile,
             "threshold": Threshold,
             "argmax": Argmax,
             "inverse_transform": InverseTransform,
@@ -462,7 +482,7 @@ MEMBER_MODELS: Mapping[str, Mapping[str, type[Member]]] = MappingProxyType(
         "bypass": {
             "skip": BypassConfig,
             "project": BypassConfig,
-            "drop": BypassConfig,
+            "drop": Drop,
             "fuse": Fuse,
             "ponder": Ponder,
             "ponder_masked": Ponder,

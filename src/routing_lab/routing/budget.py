@@ -13,6 +13,8 @@ def layer_fraction(
     if schedule == "constant":
         return per_layer(fraction, rank, num_routed, "capacity.fraction")
     first = per_layer(fraction, 0, num_routed, "capacity.fraction")
+    if schedule == "power":
+        return first ** (rank + 1)
     if last is None:
         raise ValueError(
             f"capacity.depth_schedule = {schedule}: needs capacity.fraction_last, the fraction of the last routed layer"

@@ -35,9 +35,18 @@ class Project(Bypass):
 
 
 class Drop(Reduction):
-    """Removal: bypassed tokens are gone for good (DynamicViT at inference, EViT without fusion)."""
+    """Removal: bypassed tokens are gone for good (DynamicViT, EViT without fusion).
+
+    Args:
+        train: in training, `drop` removes them too; `mask` takes them out as keys alone, in an attention that every block
+            weighs by the decision (DynamicViT): all tokens are computed, and the decision gets a gradient.
+    """
 
     traits: ClassVar[BypassTraits] = members.BYPASSES["drop"]
+
+    def __init__(self, *, train: Literal["drop", "mask"] = "drop") -> None:
+        super().__init__()
+        self.hides = train == "mask"
 
     def reduce(
         self, tokens: Tokens, selection: Selection, scores: Tensor, attention: AttentionStatistics | None

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from routing_lab.routing import members
-from routing_lab.routing.base import Capacity, LayerSpec, RunState
+from routing_lab.routing.base import Capacity, LayerSpec, RunState, log_odds
 from routing_lab.routing.budget import between, layer_fraction, per_layer, quantile_bounds, topk_count
-from routing_lab.routing.members import CapacityTraits
+from routing_lab.routing.members import CapacityTraits, ScoreScale
 from routing_lab.routing.tokens import Selection
 
 Rounding = Literal["floor", "ceil", "round"]
@@ -28,8 +28,8 @@ class FractionCapacity(Capacity):
     Args:
         fraction: fraction of tokens to keep, in (0, 1], or one per routed layer.
         fraction_last: with depth_schedule, the fraction of the last routed layer.
-        depth_schedule: `constant`, or from `fraction` at the first routed layer to `fraction_last` at the last,
-            `linear` or along half a `cosine`.
+        depth_schedule: `constant`; from `fraction` at the first routed layer to `fraction_last` at the last, `linear` or along
+            half a `cosine`; or `power`: fraction, fraction^2, ... from one routed layer to the next.
         warmup: part of training, in [0, 1), after which the fraction has its value; before, it moves there from
             `warmup_start`.
         warmup_hold: part of training, below warmup, in which the fraction stays at `warmup_start` before it moves.
@@ -45,7 +45,7 @@ class FractionCapacity(Capacity):
         *,
         fraction: float | Sequence[float] = 0.5,
         fraction_last: float | None = None,
-        depth_schedule: Literal["constant", "linear", "cosine"] = "constant",
+        depth_schedule: Literal["constant", "linear", "cosine", "power"] = "constant",
         warmup: float = 0.0,
         warmup_hold: float = 0.0,
         warmup_start: float = 1.0,
@@ -100,7 +100,7 @@ class TopK(FractionCapacity):
         self.num_uncounted = 0 if count_prefix else len(spec.prefix)
 
     def select(self, scores: Tensor, state: RunState) -> Selection:
-        batch, tokens = scores.shape
+        tokens = scores.shape[1]
         kept = topk_count(
             self.current_fraction(state.progress),
             self.rounding,
@@ -109,15 +109,7 @@ class TopK(FractionCapacity):
             num_uncounted=self.num_uncounted,
             num_protected=self.num_protected,
         )
-        if kept == tokens:
-            return Selection.first(batch, tokens, tokens, scores.device)
-        scores = _protect(scores, self.num_protected)
-        if self.scope == "batch":
-            order = torch.sort(scores.flatten(), descending=True, stable=True).indices[: kept * batch]
-            mask = torch.zeros(batch * tokens, dtype=torch.bool, device=scores.device)
-            return Selection.from_mask(mask.index_fill(0, order, True).view(batch, tokens))
-        order = torch.sort(scores, dim=1, descending=True, stable=True).indices[:, :kept]
-        return Selection(order.sort(dim=1).values, None, tokens)
+        return _best(scores, kept, self.num_protected, self.scope)
 
 
 class Percentile(FractionCapacity):
@@ -194,6 +186,66 @@ class Argmax(Capacity):
 
     def select_ragged(self, scores: Tensor, valid: Tensor, state: RunState) -> Selection:
         return _keep((scores > self.boundary) & valid, self.num_protected)
+
+
+class Gumbel(FractionCapacity):
+    """Draws every token's decision in training, keeps exactly the best tokens in evaluation (DynamicViT, Rao et al. 2021).
+
+    Training: d = [l + g_0 - g_1 >= 0] with l the log odds of keeping that the score stands for and g standard Gumbel noise
+    (counter-based, see `NoiseSource`); the gradient is that of sigmoid((l + g_0 - g_1) / T), the hard straight-through
+    Gumbel-softmax. The number of kept tokens is free: a loss such as `losses=ratio` is to hold it at the fraction.
+
+    Evaluation: the k best tokens besides the protected prefix, k = fraction x the number of patches that entered the first
+    layer, rounded.
+
+    Args:
+        temperature: T.
+        rounding: `floor`, `ceil` or `round` (half up).
+        scale: what the router's score says about keeping, see `RouterTraits.scale`.
+        others: as for every capacity with a fraction.
+    """
+
+    traits: ClassVar[CapacityTraits] = members.CAPACITIES["gumbel"]
+
+    def __init__(
+        self,
+        spec: LayerSpec,
+        *,
+        scale: ScoreScale,
+        temperature: float = 1.0,
+        rounding: Rounding = "floor",
+        **options: Any,
+    ) -> None:
+        super().__init__(spec, **options)
+        self.scale: ScoreScale = scale
+        self.temperature = temperature
+        self.rounding: Rounding = rounding
+
+    def forward(self, scores: Tensor, state: RunState, valid: Tensor | None = None) -> Selection:
+        if not state.training:
+            return super().forward(scores, state, valid)
+        odds = log_odds(scores, self.scale)
+        if self.order == "lowest":
+            odds = -odds
+        noise = state.noise.gumbel(scores.shape[1], self.spec.seed, self.spec.layer).to(odds.dtype)
+        odds = odds + noise[..., 0] - noise[..., 1]
+        free = torch.arange(scores.shape[1], device=scores.device) >= self.num_protected
+        kept = (odds >= 0) | ~free
+        soft = (odds / self.temperature).sigmoid() * free
+        selection = Selection.from_mask(kept if valid is None else kept & valid)
+        selection.relaxed = kept.to(soft.dtype) + (soft - soft.detach())
+        return selection
+
+    def select(self, scores: Tensor, state: RunState) -> Selection:
+        kept = topk_count(
+            self.current_fraction(state.progress),
+            self.rounding,
+            scores.shape[1],
+            base=state.initial_tokens,
+            num_uncounted=len(self.spec.prefix),
+            num_protected=self.num_protected,
+        )
+        return _best(scores, kept, self.num_protected, self.scope)
 
 
 class InverseTransform(FractionCapacity):
@@ -274,6 +326,20 @@ def quantile(scores: Tensor, beta: float, interpolation: Interpolation = "linear
     low, high, weight = quantile_bounds(beta, scores.shape[1], interpolation)
     below, above = ordered[:, low : low + 1], ordered[:, high : high + 1]
     return below if low == high else torch.lerp(below, above, weight)
+
+
+def _best(scores: Tensor, kept: int, num_protected: int, scope: str) -> Selection:
+    """The `kept` best tokens of every sample, or of the batch on average; protected ones first, of equals the first."""
+    batch, tokens = scores.shape
+    if kept == tokens:
+        return Selection.first(batch, tokens, tokens, scores.device)
+    scores = _protect(scores, num_protected)
+    if scope == "batch":
+        order = torch.sort(scores.flatten(), descending=True, stable=True).indices[: kept * batch]
+        mask = torch.zeros(batch * tokens, dtype=torch.bool, device=scores.device)
+        return Selection.from_mask(mask.index_fill(0, order, True).view(batch, tokens))
+    order = torch.sort(scores, dim=1, descending=True, stable=True).indices[:, :kept]
+    return Selection(order.sort(dim=1).values, None, tokens)
 
 
 def _protect(scores: Tensor, num_protected: int) -> Tensor:

@@ -10,6 +10,7 @@ placing layers needs nothing but numbers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -172,6 +173,7 @@ ROUTERS: Mapping[str, RouterTraits] = MappingProxyType(
     {
         "dense": RouterTraits(routes=False),
         "linear": RouterTraits(learned=True, boundary=0.0),
+        "predictor": RouterTraits(learned=True, boundary=math.log(0.5), log_probability=True),
         "mlp": RouterTraits(learned=True, boundary=0.5, probability=True, positive=True),
         "amod": RouterTraits(attention=RECEIVED, positive=True, unit_mass=True),
         "cls_attention": RouterTraits(attention=CLASS_ROW, positive=True, unit_mass=True, needs_class_token=True),
@@ -201,6 +203,7 @@ SCALINGS: Mapping[str, ScalingTraits] = MappingProxyType(
 CAPACITIES: Mapping[str, CapacityTraits] = MappingProxyType(
     {
         "topk": CapacityTraits(),
+        "gumbel": CapacityTraits(ragged=True, relaxes=True),
         "percentile": CapacityTraits(ragged=True),
         "threshold": CapacityTraits(has_fraction=False, ragged=True),
         "argmax": CapacityTraits(has_fraction=False, needs_choice=True, ragged=True),
@@ -259,7 +262,13 @@ def every(depth: int, first: int = 1) -> list[int]:
 
 def stages(depth: int, layers: Sequence[int] = (3, 6, 9)) -> list[int]:
     """The given zero-based layers: (3, 6, 9) are the fourth, seventh and tenth block (EViT, DynamicViT)."""
-    return listed(depth, layers)
+    try:
+        return listed(depth, layers)
+    except ValueError as error:
+        if max(layers) < depth:
+            raise
+        example = sorted({max(1, depth * quarter // 4) for quarter in (1, 2, 3)} & set(range(depth)))
+        raise ValueError(f"{error}; give layers of this depth, as placement.layers={example}") from None
 
 
 def bilayer(depth: int) -> list[int]:
@@ -298,6 +307,7 @@ TARGETS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             {
                 "dense": "routing_lab.routing.routers.DenseRouter",
                 "linear": "routing_lab.routing.routers.LinearRouter",
+                "predictor": "routing_lab.routing.routers.PredictorRouter",
                 "mlp": "routing_lab.routing.routers.MLPRouter",
                 "amod": "routing_lab.routing.routers.AttentionReceivedRouter",
                 "cls_attention": "routing_lab.routing.routers.ClassAttentionRouter",
@@ -323,6 +333,7 @@ TARGETS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "capacity": MappingProxyType(
             {
                 "topk": "routing_lab.routing.capacity.TopK",
+                "gumbel": "routing_lab.routing.capacity.Gumbel",
                 "percentile": "routing_lab.routing.capacity.Percentile",
                 "threshold": "routing_lab.routing.capacity.Threshold",
                 "argmax": "routing_lab.routing.capacity.Argmax",

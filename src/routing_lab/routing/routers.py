@@ -76,6 +76,47 @@ class MLPRouter(TwoWayRouter):
         return _linear(hidden, self.fc2.weight, self.fc2.bias)
 
 
+class PredictorRouter(TwoWayRouter):
+    """log p_i of keeping, from the token and from the mean of all that are still there (DynamicViT, Rao et al. 2021, Eq. 2-5).
+
+        z = GELU(W_in LN(x));  z = [first half of z_i, mean over patches j of the second half of z_j]
+        log p = log softmax(W_3 GELU(W_2 GELU(W_1 z)))_0
+
+    The mean is weighed by the decision of the layers before. The score is a logarithm.
+
+    Args:
+        init_std: standard deviation of the initial weights (truncated normal); biases start at zero.
+    """
+
+    traits: ClassVar[RouterTraits] = members.ROUTERS["predictor"]
+
+    def __init__(self, spec: LayerSpec, *, init_std: float = 0.02) -> None:
+        super().__init__(spec)
+        width = spec.width
+        self.in_norm = nn.LayerNorm(width)
+        self.in_fc = nn.Linear(width, width)
+        self.out_fc1 = nn.Linear(width, width // 2)
+        self.out_fc2 = nn.Linear(width // 2, width // 4)
+        self.out_fc3 = nn.Linear(width // 4, 2)
+        for linear in (self.in_fc, self.out_fc1, self.out_fc2, self.out_fc3):
+            nn.init.trunc_normal_(linear.weight, std=init_std)
+            nn.init.zeros_(linear.bias)
+
+    def logits(self, inputs: RouterInput) -> Tensor:
+        tokens = inputs.tokens
+        x = _router_input(tokens.x, self.in_fc.weight, normalize=False)
+        norm = self.in_norm
+        x = nn.functional.layer_norm(x, norm.normalized_shape, norm.weight.to(x.dtype), norm.bias.to(x.dtype), norm.eps)
+        x = nn.functional.gelu(_linear(x, self.in_fc.weight, self.in_fc.bias))
+        local, rest = x.tensor_split([x.shape[-1] // 2], dim=-1)
+        present = _present_patches(tokens).to(x.dtype).unsqueeze(-1)
+        mean = (rest * present).sum(dim=1, keepdim=True) / present.sum(dim=1, keepdim=True).clamp_min(1)
+        x = torch.cat([local, mean.expand_as(rest)], dim=-1)
+        x = nn.functional.gelu(_linear(x, self.out_fc1.weight, self.out_fc1.bias))
+        x = nn.functional.gelu(_linear(x, self.out_fc2.weight, self.out_fc2.bias))
+        return _linear(x, self.out_fc3.weight, self.out_fc3.bias)
+
+
 class AttentionReceivedRouter(Router):
     """r_i = 1 / (H N) sum_h sum_j A_h[j, i]: attention received in the source layer (A-MoD, Eq. 4). No parameters.
 
@@ -446,6 +487,14 @@ def _router_input(x: Tensor, weight: Tensor, normalize: bool) -> Tensor:
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """A linear map in x's precision, which is at least float32 also in a half-precision model."""
     return nn.functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+def _present_patches(tokens: Tokens) -> Tensor:
+    """[B, N] 1 at patches that are there and 0 at the others, with the gradient of the decision that left them there."""
+    present = tokens.policy
+    if present is None:
+        present = torch.ones(tokens.x.shape[:2], device=tokens.x.device) if tokens.valid is None else tokens.valid
+    return present * (torch.arange(tokens.x.shape[1], device=tokens.x.device) >= tokens.num_prefix)
 
 
 def _query_request(query: str, prefix: tuple[str, ...]) -> StatisticsRequest:

@@ -56,6 +56,9 @@ class StraightThrough(Scaling):
             `stop_gradient`: gate 1 + stop(r) - stop(r) with r kept in the graph: the router's gradient is exactly zero.
         normalize: applied to the score first, as for `multiply`.
         target: `update` or `output`, see `Scaling`.
+
+    Where the capacity relaxes its decision (`capacity=gumbel`), the gate of `value` and `mask` is that decision, 0 or 1 with
+    its gradient.
     """
 
     traits: ClassVar[ScalingTraits] = members.SCALINGS["straight_through"]
@@ -74,6 +77,8 @@ class StraightThrough(Scaling):
     def gates(self, scores: Tensor, selection: Selection) -> Gates:
         if not (self.training and scores.requires_grad):
             return Gates()
+        if selection.relaxed is not None and self.form != "stop_gradient":
+            return Gates(kept=selection.relaxed, every_token=self.form == "mask")
         surrogate = normalized(scores, selection, self.normalize)
         if self.form == "stop_gradient":
             return Gates(kept=1 + 0 * surrogate)
