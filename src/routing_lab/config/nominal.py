@@ -15,12 +15,14 @@ from routing_lab.config.schema import (
     BypassConfig,
     CapacityConfig,
     Fuse,
+    Gumbel,
     LinearRouter,
     Merge,
     MixRouter,
     MLPRouter,
     Percentile,
     PlacementConfig,
+    PredictorRouter,
     RouterConfig,
     ScalingConfig,
     SoftMix,
@@ -122,6 +124,9 @@ def router_weights(router: RouterConfig, width: int) -> int | None:
     if isinstance(router, MLPRouter):
         hidden = width // 2 if router.hidden is None else router.hidden
         return width * hidden + 2 * hidden
+    if isinstance(router, PredictorRouter):
+        half, quarter = width // 2, width // 4
+        return width * width + width * half + half * quarter + quarter * 2
     return None
 
 
@@ -150,18 +155,20 @@ def _kept(
     capacity: CapacityConfig, tokens: int, first_tokens: int, prefix: int, rank: int, num_routed: int
 ) -> int | None:
     """Tokens that a routed layer keeps of `tokens`."""
-    if not isinstance(capacity, TopK | Percentile):
+    if not isinstance(capacity, TopK | Percentile | Gumbel):
         return None
     protected = {"none": 0, "class": min(1, prefix), "prefix": prefix}[capacity.protect]
     fraction = layer_fraction(capacity.fraction, rank, num_routed, capacity.fraction_last, capacity.depth_schedule)
     if isinstance(capacity, Percentile):
         return max(protected, percentile_count(fraction, tokens, capacity.compare, capacity.interpolation))
+    of_first = isinstance(capacity, Gumbel) or capacity.count == "initial"
+    patches_alone = isinstance(capacity, Gumbel) or not capacity.count_prefix
     return topk_count(
         fraction,
         capacity.rounding,
         tokens,
-        base=tokens if capacity.count == "current" else first_tokens,
-        num_uncounted=0 if capacity.count_prefix else prefix,
+        base=first_tokens if of_first else tokens,
+        num_uncounted=prefix if patches_alone else 0,
         num_protected=protected,
     )
 

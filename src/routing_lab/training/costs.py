@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
 from routing_lab.config.nominal import layer_tokens, nominal_counts, routing_rules
 from routing_lab.cost.macs import TokenCounter, dense_macs, routed_macs
 from routing_lab.cost.measure import parameter_counts, vision_shape
@@ -26,8 +24,8 @@ class CostMeter:
         config: the run's configuration.
     """
 
-    def __init__(self, model: nn.Module, config: Config) -> None:
-        self._model: Any = model
+    def __init__(self, model: Any, config: Config) -> None:
+        self._model = model
         self._config = config
         self._shape = vision_shape(self._model.backbone)
         self._rules = routing_rules(config, self._model.routed_layers, self._shape.depth)
