@@ -50,7 +50,7 @@ from routing_lab.routing.members import (
     attention_sources,
     routed_layers,
 )
-from routing_lab.training.schema import CheckpointInit, DenseInit, InitConfig, PretrainedInit, TrainConfig
+from routing_lab.training.schema import CheckpointInit, DenseInit, InitConfig, PretrainedInit, ScratchInit, TrainConfig
 
 TRAITS: Mapping[str, tuple[Mapping[str, Any], Any]] = {
     "router": (members.ROUTERS, RouterTraits()),
@@ -476,6 +476,14 @@ def dense_run_is_trained(init: InitConfig, train: TrainConfig) -> Iterator[Probl
         yield Problem.of("init.epochs", None, "train.epochs=0 needs the number of epochs of the dense run")
 
 
+def teacher_is_trained(init: InitConfig, train: TrainConfig) -> Iterator[Problem]:
+    """A teacher that is the model the run starts from has learned something."""
+    if train.distils and train.distill_teacher == "initial" and isinstance(init, ScratchInit):
+        yield Problem.of(
+            "train.distill_teacher", "initial", "init=scratch starts from random weights; use init=dense, pretrained or checkpoint"
+        )
+
+
 REFUSALS: tuple[Callable[..., Iterator[Problem]], ...] = (
     backbone_shape,
     backbone_can_be_trained,
@@ -492,6 +500,7 @@ REFUSALS: tuple[Callable[..., Iterator[Problem]], ...] = (
     data_exist,
     checkpoint_exists,
     dense_run_is_trained,
+    teacher_is_trained,
 )
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
-from timm.optim import create_optimizer_v2, get_optimizer_info, list_optimizers, param_groups_layer_decay
+from timm.optim import create_optimizer_v2, get_optimizer_info, list_optimizers, param_groups_layer_decay, param_groups_weight_decay
 from timm.scheduler import create_scheduler_v2
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
@@ -41,6 +41,8 @@ class RoutedTask(pl.LightningModule):
         self.model = model
         self.train_config = train
         self.seed = seed
+        if train.frozen:
+            freeze(model.backbone, train.frozen)
         self.ema = ModelEmaV3(model, decay=train.ema_decay) if train.ema_decay is not None else None
         self.measured: dict[str, float] = {}
         self.num_examples = 0
@@ -70,6 +72,7 @@ class RoutedTask(pl.LightningModule):
 
     def lr_scheduler_step(self, scheduler: Scheduler, metric: Any) -> None:  # type: ignore[override]
         scheduler.step_update(num_updates=self.global_step)
+        self._hold_backbone()
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         super().optimizer_step(*args, **kwargs)
@@ -82,7 +85,18 @@ class RoutedTask(pl.LightningModule):
         return min(1.0, self.global_step / self._total_steps)
 
     def on_train_epoch_start(self) -> None:
+        if self.train_config.backbone_freeze_epochs:
+            # The rate that this epoch begins with: the one set at the last one's end was for a backbone that held still.
+            self.lr_scheduler_step(self.lr_schedulers(), None)
         torch.manual_seed(stream_seed(self.seed, "dropout", self.current_epoch, self.global_rank))
+
+
+    def _hold_backbone(self) -> None:
+        """In the first `train.backbone_freeze_epochs` epochs the backbone's learning rate is zero."""
+        if self.current_epoch < self.train_config.backbone_freeze_epochs:
+            for group in self.trainer.optimizers[0].param_groups:
+                if group["part"] == "backbone":
+                    group["lr"] = 0.0
 
 
 class RoutingMeter:
@@ -137,7 +151,8 @@ def build_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.Optimiz
     """The recipe's timm optimiser over the model's parameters.
 
     Biases, norms and whatever the model lists in `no_weight_decay()` are not decayed. With `layer_decay` the learning
-    rate falls by that factor from each layer to the one below it; routers train at the full rate.
+    rate falls by that factor from each layer to the one below it; `backbone_lr_factor` multiplies that of the whole
+    backbone. Routers train at the full rate.
 
     Raises:
         ValueError: an optimiser that timm does not have.
@@ -150,12 +165,27 @@ def build_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.Optimiz
     if train.optimizer in ("adam", "adamw") and train.precision == 32:
         # One kernel for all parameters. Lightning refuses to clip beside it in mixed precision.
         options["fused"] = True
-    if train.layer_decay is not None:
-        options["param_group_fn"] = lambda _: _layer_decay_groups(model, train)
+    if train.layer_decay is not None or train.backbone_lr_factor != 1 or train.backbone_freeze_epochs:
+        options["param_group_fn"] = lambda _: _groups(model, train)
     optimizer: torch.optim.Optimizer = create_optimizer_v2(
         model, opt=train.optimizer, lr=train.lr, weight_decay=train.weight_decay, momentum=train.momentum, **options
     )
     return optimizer
+
+
+def freeze(backbone: nn.Module, names: Iterable[str]) -> None:
+    """Make parameters, or all of a module's, constants.
+
+    Raises:
+        ValueError: a name that the backbone has neither as a parameter nor as a module.
+    """
+    for name in names:
+        found = [value for own, value in backbone.named_parameters() if own == name or own.startswith(f"{name}.")]
+        if not found:
+            known = dict(backbone.named_children()) | dict(backbone.named_parameters(recurse=False))
+            raise ValueError(f"train.frozen={name!r}: the backbone has no such parameter or module; it has {', '.join(known)}")
+        for parameter in found:
+            parameter.requires_grad_(False)
 
 
 def check_optimizer(name: str) -> None:
@@ -181,24 +211,27 @@ def build_scheduler(optimizer: torch.optim.Optimizer, train: TrainConfig, steps_
         step_on_epochs=False,
         updates_per_epoch=max(1, steps_per_epoch),
     )
+    if any("lr_scale" in group for group in optimizer.param_groups):
+        scheduler.step_update(num_updates=0)  # timm scales a rate when it changes it, and so not yet
     return scheduler
 
 
-def _layer_decay_groups(model: nn.Module, train: TrainConfig) -> list[dict[str, Any]]:
+def _groups(model: Any, train: TrainConfig) -> list[dict[str, Any]]:
+    """Parameter groups, each with its `part` (backbone or router) and the factor `lr_scale` of its learning rate."""
     backbone = model.backbone
-    groups: list[dict[str, Any]] = param_groups_layer_decay(
-        backbone,
-        weight_decay=train.weight_decay,
-        no_weight_decay_list=backbone.no_weight_decay(),
-        layer_decay=train.layer_decay,
-    )
-    seen = {id(parameter) for parameter in backbone.parameters()}
-    routers = [parameter for parameter in model.parameters() if id(parameter) not in seen and parameter.requires_grad]
-    for decayed in (True, False):
-        chosen = [parameter for parameter in routers if (parameter.ndim > 1) is decayed]
-        if chosen:
-            groups.append({"params": chosen, "lr_scale": 1.0, "weight_decay": train.weight_decay if decayed else 0.0})
-    return groups
+    options: dict[str, Any] = {
+        "weight_decay": train.weight_decay,
+        "no_weight_decay_list": backbone.no_weight_decay() if hasattr(backbone, "no_weight_decay") else (),
+    }
+    groups: list[dict[str, Any]]
+    if train.layer_decay is None:
+        groups = param_groups_weight_decay(backbone, **options)
+    else:
+        groups = param_groups_layer_decay(backbone, **options, layer_decay=train.layer_decay)
+    for group in groups:
+        group |= {"part": "backbone", "lr_scale": group.get("lr_scale", 1.0) * train.backbone_lr_factor}
+    routers = param_groups_weight_decay(model.layers, train.weight_decay)
+    return [group for group in [*groups, *({**group, "part": "router", "lr_scale": 1.0} for group in routers)] if group["params"]]
 
 
 def _layer_sums(layer: Any) -> Tensor:

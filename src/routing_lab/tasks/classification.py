@@ -5,6 +5,8 @@ Shape legend: B batch, C classes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,9 +16,12 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
+from routing_lab.tasks.auxiliary import AuxiliaryLosses
 from routing_lab.tasks.base import RoutedTask
+from routing_lab.tasks.distillation import logit_divergence, token_loss
 
 if TYPE_CHECKING:
+    from routing_lab.config.schema import LossConfig
     from routing_lab.training.schema import TrainConfig
 
 Batch = tuple[Tensor, Tensor, Tensor]
@@ -31,23 +36,33 @@ class Classification(RoutedTask):
         train: the recipe.
         seed: the run's seed.
         num_classes: C.
-        teacher: dense model to distil from, for `train.distill` other than `none`; it is not part of the state.
+        teacher: dense model to distil from, where the recipe does; it is not part of the state.
+        losses: auxiliary losses, added with their coefficients where the model routes.
 
     Attributes:
         predictions: after a test pass, arrays `index, target, prediction, loss, logits`, sorted by index.
     """
 
     def __init__(
-        self, model: nn.Module, train: TrainConfig, seed: int, num_classes: int, teacher: nn.Module | None = None
+        self,
+        model: nn.Module,
+        train: TrainConfig,
+        seed: int,
+        num_classes: int,
+        teacher: nn.Module | None = None,
+        losses: Mapping[str, LossConfig] = MappingProxyType({}),
     ) -> None:
         super().__init__(model, train, seed)
-        if (teacher is None) != (train.distill == "none"):
-            raise ValueError(f"train.distill={train.distill!r} {'needs a' if teacher is None else 'takes no'} teacher")
+        if (teacher is not None) != train.distils:
+            given = f"train.distill={train.distill!r}, train.distill_tokens={train.distill_tokens!r}"
+            raise ValueError(f"{given} {'needs a' if teacher is None else 'takes no'} teacher")
+        self.auxiliary = AuxiliaryLosses(losses if self.routing.layers else {})
         self._teacher = [] if teacher is None else [teacher.eval().requires_grad_(False)]
         self.val_acc = MulticlassAccuracy(num_classes=num_classes, average="micro")
         self.val_loss = MeanMetric()
         self.predictions: dict[str, np.ndarray] = {}
         self._train_sums: Tensor | None = None
+        self._terms: list[str] = []
         self._test_batches: list[dict[str, Tensor]] = []
 
     # --- training ---
@@ -62,27 +77,49 @@ class Classification(RoutedTask):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         images, target, index = batch
-        logits = self.model(images, progress=self.progress, step=self.global_step, sample_ids=index)
-        loss = classification_loss(logits, target, self.train_config.label_smoothing)
-        if self._teacher:
-            with torch.no_grad():
-                teacher_logits = self._teacher[0](images)
-            loss = distilled_loss(loss, logits, teacher_logits, self.train_config)
+        logits, loss, terms = self._objective(images, target, index)
         with torch.no_grad():
             classes = target.argmax(dim=1) if target.is_floating_point() else target
             correct = (logits.argmax(dim=1) == classes).sum()
             count = float(len(target))
-            sums = torch.stack([loss.float() * count, correct.float(), torch.full_like(loss, count).float()])
+            losses = [value.float() * count for value in (loss, *terms.values())]
+            sums = torch.stack([correct.float(), torch.full_like(loss, count).float(), *losses])
             self._train_sums = sums if self._train_sums is None else self._train_sums + sums
+            self._terms = ["loss", *(f"loss_{name}" for name in terms)]
         return loss
+
+    def _objective(self, images: Tensor, target: Tensor, index: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Logits, the loss, and by name those parts of it that are not the labels' term, without their coefficients."""
+        train, terms = self.train_config, {}
+        asked = {"return_trace": bool(self.auxiliary.names), "return_tokens": train.distill_tokens != "none"}
+        asked = {key: True for key, wanted in asked.items() if wanted}
+        found = self.model(images, progress=self.progress, step=self.global_step, sample_ids=index, **asked)
+        logits, *more = found if asked else (found,)
+        loss = classification_loss(logits, target, train.label_smoothing)
+        if self._teacher:
+            with torch.no_grad():
+                if train.distill_tokens == "none":
+                    teacher_logits = self._teacher[0](images)
+                else:
+                    teacher_logits, teacher_tokens = self._teacher[0](images, return_tokens=True)
+            loss = distilled_loss(loss, logits, teacher_logits, train)
+            if train.distill_tokens != "none":
+                terms["tokens"] = token_loss(more[-1], teacher_tokens, train.distill_tokens)
+                loss = loss + train.distill_tokens_weight * terms["tokens"]
+        if self.auxiliary.names:
+            added, values = self.auxiliary(more[0], self.progress)
+            loss, terms = loss + added, terms | values
+        return logits, loss, terms
 
     def _close_training_epoch(self) -> None:
         """Reduce the epoch's sums, before validation meets weights that are not finite."""
         if self._train_sums is None:
             return
-        loss, correct, count = self.trainer.strategy.reduce(self._train_sums, reduce_op="sum").tolist()
+        correct, count, *losses = self.trainer.strategy.reduce(self._train_sums, reduce_op="sum").tolist()
         self.num_examples = int(count)
-        self.measured |= {"train/loss": loss / count, "train/acc": correct / count}
+        means = {f"train/{name}": total / count for name, total in zip(self._terms, losses, strict=True)}
+        self.measured |= {"train/loss": means["train/loss"], "train/acc": correct / count, **means}
+        loss = means["train/loss"]
         if not np.isfinite(loss):
             raise ValueError(
                 f"the training loss of epoch {self.current_epoch} is {loss}: lower train.lr={self.train_config.lr} "
@@ -93,7 +130,7 @@ class Classification(RoutedTask):
         """Training loss and accuracy of the epoch so far."""
         if self._train_sums is None:
             return {}
-        loss, correct, count = self._train_sums.tolist()
+        correct, count, loss, *_ = self._train_sums.tolist()
         return {"train/loss": loss / count, "train/acc": correct / count}
 
     # --- evaluation ---
@@ -152,21 +189,20 @@ def classification_loss(logits: Tensor, target: Tensor, smoothing: float) -> Ten
 
 
 def distilled_loss(loss: Tensor, logits: Tensor, teacher_logits: Tensor, train: TrainConfig) -> Tensor:
-    """(1 - a) loss + a D, with a = `distill_alpha` (DeiT, Touvron et al. 2021, Eqs. 2 and 3).
+    """w loss + a D, with a = `distill_alpha` and w = `distill_labels`, by default 1 - a (DeiT, Touvron et al. 2021, Eqs. 2, 3).
 
     `soft`: D = T^2 KL(softmax(teacher / T) || softmax(student / T)), mean over examples, T = `distill_temperature`.
-    `hard`: D = cross-entropy against the teacher's decision.
+    `hard`: D = cross-entropy against the teacher's decision. `none`: the loss as it is.
 
     Args:
         loss: the labels' term.
         logits, teacher_logits: [B, C].
     """
-    logits, teacher_logits = logits.float(), teacher_logits.float()
+    if train.distill == "none":
+        return loss
     if train.distill == "hard":
-        term = F.cross_entropy(logits, teacher_logits.argmax(dim=1))
+        term = F.cross_entropy(logits.float(), teacher_logits.argmax(dim=1))
     else:
-        temperature = train.distill_temperature
-        student = F.log_softmax(logits / temperature, dim=1)
-        teacher = F.log_softmax(teacher_logits / temperature, dim=1)
-        term = F.kl_div(student, teacher, reduction="batchmean", log_target=True) * temperature**2
-    return (1 - train.distill_alpha) * loss + train.distill_alpha * term
+        term = logit_divergence(logits, teacher_logits, train.distill_temperature)
+    labels = 1 - train.distill_alpha if train.distill_labels is None else train.distill_labels
+    return labels * loss + train.distill_alpha * term

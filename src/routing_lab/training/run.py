@@ -19,7 +19,6 @@ import torch
 from lightning.pytorch.utilities.warnings import PossibleUserWarning
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
-from torch import nn
 
 from routing_lab.assembly import build_model
 from routing_lab.config import Config, Loaded, check, identity, load, run_folder, run_name
@@ -32,6 +31,7 @@ from routing_lab.training.callbacks import Bar, EpochLine, Keeper, resumable, sa
 from routing_lab.training.costs import CostMeter
 from routing_lab.training.environment import command_line, environment, git_state
 from routing_lab.training.initialisation import initialise, load_weights, read_weights
+from routing_lab.training.schema import TrainConfig
 from routing_lab.training.signals import Stopped, stoppable
 from routing_lab.training.store import FAILED, FINISHED, INTERRUPTED, RunFolder
 from routing_lab.training.tracking import mirror
@@ -81,14 +81,15 @@ def dense_cell(config: Config, resolved: Mapping[str, Any]) -> Loaded:
     gives its length.
     """
     defaults = load(["router=dense"]).resolved
-    train = {**resolved["train"], "distill": "none"}
+    optional = {key: field.default for key, field in TrainConfig.model_fields.items() if not field.is_required()}
+    train = {**resolved["train"], "distill": "none", **optional}
     init: Mapping[str, Any] = resolved["init"]
     if config.init.kind == "dense":
         train["epochs"] = config.train.epochs if config.init.epochs is None else config.init.epochs
         init = {"kind": "scratch"}
     node = {
         **{key: value for key, value in resolved.items() if key != "hydra"},
-        **{axis: defaults[axis] for axis in ROUTING_AXES},
+        **{axis: defaults[axis] for axis in (*ROUTING_AXES, "losses")},
         "train": train,
         "init": init,
         "arm": "dense",
@@ -148,17 +149,20 @@ def _train_and_test(
         "fingerprint": data.fingerprint,
     }
     dense: Path | None = None
-    teacher: nn.Module | None = None
-    if config.init.kind == "dense" or config.train.distill != "none":
-        prerequisite = dense_cell(config, resolved)
-        dense = _dense_weights(prerequisite, command, group)
-        if config.train.distill != "none":
-            teacher = build_model(prerequisite.config, data.num_classes)
-            load_weights(teacher, read_weights(dense))
+    from_dense_run = config.train.distils and config.train.distill_teacher == "dense"
+    if config.init.kind == "dense" or from_dense_run:
+        dense = _dense_weights(dense_cell(config, resolved), command, group)
     model, record["init"], found = initialise(config, data.num_classes, dense)
     record["warnings"] += found
+    teacher: Any = None
+    if config.train.distils:
+        teacher = build_model(dense_cell(config, resolved).config, data.num_classes)
+        if from_dense_run:
+            load_weights(teacher, read_weights(dense))
+        else:
+            teacher.load_state_dict(model.backbone.state_dict())
 
-    task = Classification(model, config.train, config.seed, data.num_classes, teacher)
+    task = Classification(model, config.train, config.seed, data.num_classes, teacher, config.losses)
     keeper = _fit(task, data, folder, config, record)
     if config.train.selection == "best" and keeper.history:
         task.evaluated.load_state_dict(load_file(folder.best))

@@ -54,6 +54,16 @@ class TrainConfig(_Strict):
     distill: Literal["none", "soft", "hard"]
     distill_alpha: float = Field(ge=0, le=1, description="weight of the teacher's term; the labels have the rest")
     distill_temperature: float = Field(gt=0)
+    distill_labels: float | None = Field(default=None, ge=0, description="weight of the labels; null = 1 - distill_alpha")
+    distill_tokens: Literal["none", "mse", "kl"] = Field(default="none", description="learn the teacher's final tokens too")
+    distill_tokens_weight: float = Field(default=0.5, ge=0)
+    distill_teacher: Literal["dense", "initial"] = Field(
+        default="dense", description="the dense run, or the dense model of the weights that the run starts from"
+    )
+
+    backbone_lr_factor: float = Field(default=1.0, gt=0, description="learning rate of the backbone over the routers'")
+    backbone_freeze_epochs: int = Field(default=0, ge=0, description="epochs in which only the routers learn")
+    frozen: list[str] = Field(default=[], description="parameters or modules of the backbone that never learn")
 
     selection: Literal["last", "best"] = Field(description="which weights are tested: the last, or the best by val/acc")
 
@@ -80,7 +90,12 @@ class TrainConfig(_Strict):
             raise ValueError(f"expected at most train.lr={lr}")
         return value
 
-    @field_validator("warmup_epochs")
+    @property
+    def distils(self) -> bool:
+        """Whether there is a teacher."""
+        return self.distill != "none" or self.distill_tokens != "none"
+
+    @field_validator("backbone_freeze_epochs", "warmup_epochs")
     @classmethod
     def _warmup_within_training(cls, value: float, info: ValidationInfo) -> float:
         epochs = info.data.get("epochs")

@@ -1,0 +1,45 @@
+"""Auxiliary losses of a task: those that a configuration chose, each with its coefficient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from routing_lab.assembly import locate
+from routing_lab.routing.base import Trace
+
+if TYPE_CHECKING:
+    from routing_lab.config.schema import LossConfig
+
+
+class AuxiliaryLosses:
+    """Sum of losses read from a trace. Losses of weight zero are left out.
+
+    Args:
+        losses: by name, the section `losses` of a configuration.
+
+    Attributes:
+        names: of the losses that count, in order.
+    """
+
+    def __init__(self, losses: Mapping[str, LossConfig]) -> None:
+        self._losses = {name: loss for name, loss in losses.items() if loss.weight > 0}
+        self._functions = {name: partial(locate(loss.class_path), **loss.options) for name, loss in self._losses.items()}
+        self.names = list(self._losses)
+
+    def __call__(self, trace: Trace, progress: float) -> tuple[Tensor, dict[str, Tensor]]:
+        """The weighted sum, and each loss without its weight; progress: how far training has come, in [0, 1]."""
+        values = {name: function(trace) for name, function in self._functions.items()}
+        weighted = [weight_at(self._losses[name], progress) * value for name, value in values.items()]
+        return torch.stack(weighted).sum(), values
+
+
+def weight_at(loss: LossConfig, progress: float) -> float:
+    """The coefficient of a loss when training has come as far as `progress` in [0, 1]."""
+    grown = {"constant": 1.0, "linear": progress, "sine": math.sin(math.pi / 2 * progress)}
+    return loss.weight * grown[loss.schedule]
