@@ -22,7 +22,7 @@ REGISTRIES: dict[str, Any] = {
     "visibility": members.VISIBILITIES,
 }
 MEMBERS = [(axis, name) for axis, registry in REGISTRIES.items() for name in registry]
-GIVEN_BY_THE_CORE = {"self", "spec", "boundary", "depth"}
+GIVEN_BY_THE_CORE = {"self", "spec", "boundary", "scale", "depth"}
 
 
 def test_axes_and_names_are_the_same_everywhere() -> None:
