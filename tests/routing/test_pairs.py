@@ -6,18 +6,19 @@ import random
 from collections.abc import Iterator
 from functools import cache
 from itertools import combinations, product
+from typing import Any
 
 import pytest
 import torch
-from omegaconf import DictConfig
+from omegaconf import OmegaConf, open_dict
+from tests.routing.test_registry import REGISTRIES
+from tests.routing.tiny import DEPTH, HEADS, WIDTH, images, vit
 
 from routing_lab.assembly import attach
 from routing_lab.backbones import adapt
 from routing_lab.config import Composer, Config, ConfigError, check
 from routing_lab.routing import members
 from routing_lab.routing.model import RoutedModel
-from tests.routing.test_registry import REGISTRIES
-from tests.routing.tiny import DEPTH, HEADS, WIDTH, images, vit
 
 Cell = dict[str, str]
 Pair = frozenset[tuple[str, str]]
@@ -39,29 +40,32 @@ USUAL = {
 }
 """Members that go with nearly every other: a router that decides, gives probabilities and is never negative."""
 
-ATTEMPTS = 4
+DRAWN = 40
+"""Completions of a pair, of which the one with most new pairs is tried."""
 
 
 @cache
-def composed(axis: str, name: str) -> DictConfig:
-    """The node of one axis when its member is chosen."""
-    return Composer().compose([f"{axis}={name}", *NEEDED.get((axis, name), [])])[0][axis]
+def composed(*overrides: str) -> dict[str, Any]:
+    """A configuration as plain values, without Hydra's own part."""
+    config = Composer().compose([*BACKBONE, *overrides])[0]
+    with open_dict(config):
+        config.pop("hydra")
+    plain = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(plain, dict)
+    return plain
 
 
-@cache
-def base() -> DictConfig:
-    return Composer().compose(BACKBONE)[0]
+def node(axis: str, name: str, **values: Any) -> dict[str, Any]:
+    """The part of the configuration that belongs to one axis, when its member is chosen."""
+    return composed(f"{axis}={name}", *NEEDED.get((axis, name), []))[axis] | values
 
 
 def checked(cell: Cell) -> Config:
     """The configuration of a cell; the routed part of a layer is one that scaling and bypass are defined for."""
-    config = base().copy()
-    for axis, name in cell.items():
-        config[axis] = composed(axis, name).copy()
+    config = composed() | {axis: node(axis, name) for axis, name in cell.items()}
     scaling, bypass = members.SCALINGS[cell["scaling"]], members.BYPASSES[cell["bypass"]]
     shared = [part for part in members.SUBLAYERS if part in scaling.sublayers and part in bypass.sublayers]
-    config.placement.sublayer = shared[0] if shared else "block"
-    config.placement.attention_source = "last_dense"
+    config["placement"] |= {"sublayer": shared[0] if shared else "block", "attention_source": "last_dense"}
     return check(config).config
 
 
@@ -74,19 +78,24 @@ def covering() -> Iterator[tuple[Cell, Config | ConfigError]]:
     missing: set[Pair] = set()
     for one, other in combinations(sorted(REGISTRIES), 2):
         missing |= {frozenset(((one, a), (other, b))) for a, b in product(REGISTRIES[one], REGISTRIES[other])}
+    refused: set[Pair] = set()
     draw = random.Random(0)
     while missing:
-        pair = dict(min(missing, key=sorted))
-        drawn = [{axis: draw.choice(sorted(registry)) for axis, registry in REGISTRIES.items()} for _ in range(ATTEMPTS)]
-        drawn.sort(key=lambda cell: -len(pairs_of(cell | pair) & missing))
+        pair = dict(max(missing, key=sorted))
+        drawn = [pair_completed(pair, draw) for _ in range(DRAWN)]
+        drawn = [cell for cell in drawn if not pairs_of(cell) & refused]
         cell, outcome = attempt(USUAL | pair)
-        for other in drawn:
-            found = attempt(other | pair)
-            if isinstance(found[1], Config):
-                cell, outcome = found
-                break
+        if isinstance(outcome, ConfigError):
+            refused.add(frozenset(pair.items()))
+        elif drawn:
+            found = attempt(max(drawn, key=lambda cell: len(pairs_of(cell) & missing)))
+            cell, outcome = found if isinstance(found[1], Config) else (cell, outcome)
         missing -= pairs_of(cell) if isinstance(outcome, Config) else {frozenset(pair.items())}
         yield cell, outcome
+
+
+def pair_completed(pair: Cell, draw: random.Random) -> Cell:
+    return {axis: draw.choice(sorted(registry)) for axis, registry in REGISTRIES.items()} | pair
 
 
 def attempt(cell: Cell) -> tuple[Cell, Config | ConfigError]:
@@ -160,10 +169,10 @@ def trains_one_step(cell: Cell, model: RoutedModel) -> None:
 @pytest.mark.parametrize("form", ["value", "mask", "stop_gradient"])
 @pytest.mark.parametrize("router", [name for name, traits in members.ROUTERS.items() if traits.learned])
 def test_forms_of_the_straight_through_gradient(router: str, form: str) -> None:
-    config = base().copy()
-    config.router = composed("router", router).copy()
-    config.scaling = composed("scaling", "straight_through").copy()
-    config.scaling.form = form
+    config = composed() | {
+        "router": node("router", router),
+        "scaling": node("scaling", "straight_through", form=form),
+    }
     model = attach(adapt(vit()), check(config).config).train()
     model(images(batch=4)).square().sum().backward()
     for name, parameter in model.layers.named_parameters():
