@@ -1,6 +1,6 @@
 """Time and memory of the report over many records.
 
-    python -m benchmarks.report_10000 [--runs 10000] [--formats html md csv]
+    python benchmarks/report_10000.py [--runs 10000] [--formats html md csv]
 
 Writes invented run folders into a temporary folder, then runs `python -m routing_lab.report` on them in a fresh
 process, and prints seconds and peak memory of reading alone and of each set of formats.
@@ -17,6 +17,8 @@ import tempfile
 import time
 from pathlib import Path
 
+# The generator of invented run folders is part of the tests.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.evidence.synthetic import write_arms
 
 SEEDS = 5

@@ -1,9 +1,15 @@
-"""Run folders with invented numbers, for tests and benchmarks of what reads them."""
+"""Run folders with invented numbers, for tests and benchmarks of what reads them.
+
+    python -m tests.evidence.synthetic
+
+writes again the small set that is stored in `tests/evidence/data/runs`.
+"""
 
 from __future__ import annotations
 
 import copy
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -109,3 +115,31 @@ def write_arms(
             own = np.random.default_rng([seed, number, 2]).normal(0, 0.002)
             value = float(np.clip(accuracy + shift + own, 0, 1))
             write_run(root, changes, seed, value, noise=number, **options)
+
+
+STORED = Path(__file__).parent / "data" / "runs"
+STORED_ARMS: dict[str, tuple[dict[str, Any], float]] = {
+    "dense": ({"router": "dense"}, 0.96),
+    "linear_none": ({"router": "linear", "scaling.name": "none"}, 0.93),
+    "linear_multiply": ({"router": "linear"}, 0.935),
+    "amod_none": ({"router": "amod", "scaling.name": "none"}, 0.955),
+    "amod_multiply": ({"router": "amod"}, 0.95),
+}
+
+
+def write_stored(root: Path) -> None:
+    """Four seeds of five arms that name the study `confound` at toy scale, one failed run, one half-written record."""
+    named = {
+        arm: ({**changes, "study": "confound.toy", "arm": arm}, accuracy)
+        for arm, (changes, accuracy) in STORED_ARMS.items()
+    }
+    write_arms(root, named, range(4), examples=60, epochs=4)
+    write_run(root, {"router": "random"}, 0, 0.0, status="failed")
+    broken = root / "half-written"
+    broken.mkdir()
+    (broken / "run.json").write_text('{"schema": 1, "run_id"')
+
+
+if __name__ == "__main__":
+    shutil.rmtree(STORED, ignore_errors=True)
+    write_stored(STORED)

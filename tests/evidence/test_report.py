@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.evidence.synthetic import write_arms, write_run
+from tests.evidence.synthetic import STORED, write_arms, write_run
 from tests.evidence.test_study import CONTENT, content, write_study
 
 from routing_lab import report as command
@@ -140,6 +140,12 @@ def test_the_same_records_give_the_same_bytes_wherever_they_stand(runs: Path, tm
     assert [p.name for p in first] == [p.name for p in second]
     for a, b in zip(first, second, strict=True):
         assert a.read_bytes() == b.read_bytes()
+
+
+def test_stored_runs_give_the_stored_report() -> None:
+    # Written by: to_markdown(build_report(read_records(STORED), studies=[...])), once checked by eye.
+    report = build_report(read_records(STORED), studies=[parse_study(content(seeds=[0, 1, 2, 3]))])
+    assert to_markdown(report) == (STORED.parent / "report.md").read_text(encoding="utf-8")
 
 
 def test_report_html_markdown_latex_and_csv_agree_to_the_digit(runs: Path, tmp_path: Path) -> None:

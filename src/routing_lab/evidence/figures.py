@@ -11,7 +11,7 @@ import io
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from html import escape
 from typing import Any
 
@@ -58,7 +58,7 @@ class Drawing:
 
     name: str
     caption: str
-    svg: str
+    svg: str = field(repr=False)
 
     def _repr_svg_(self) -> str:
         """What a notebook shows."""

@@ -91,6 +91,10 @@ class Table:
         index = [column.key for column in self.columns].index(key)
         return [row[index].value if isinstance(row[index], Shown) else row[index] for row in self.rows]
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return render_html(self)
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -122,6 +126,10 @@ class SweepTable:
         if self.differences is not None:
             tables.append(self.differences)
         return tuple(tables)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return render_html(self)
 
     def joined(self) -> Table:
         """Both in one table: a row per arm, the difference beside it."""
