@@ -341,6 +341,39 @@ def test_effect_is_refused_when_records_differ_in_another_key_data_or_initial_we
     assert "other data under one seed" in evaluate(study, records).effects["source at none"].refusal
 
 
+def test_equal_differences_have_no_interval_and_counted_ones_do(tmp_path: Path) -> None:
+    for arm, changes in ARMS.items():
+        for seed in range(3):
+            accuracy = 0.9 + 0.01 * seed + (0.02 if arm == "amod_none" else 0.0)
+            write_run(tmp_path, {**changes, "study": "confound", "arm": arm}, seed, accuracy)
+    records = read_records(tmp_path)
+    rules = [{"verdict": "supports", "says": "cheaper", "when": {"source at none": "not positive"}}]
+    equal = evaluate(parse_study(content(seeds=[0, 1, 2], decision={"rules": rules})), records)
+    effect = equal.effects["source at none"]
+    assert effect.estimate == pytest.approx(0.02)
+    assert effect.sign_text == "unknown"
+    assert (equal.verdict.name, equal.verdict.is_complete) == ("inconclusive", False)
+    assert "no estimate of noise" in equal.verdict.reasons[0]
+
+    contrasts = {"cost": {"arms": ["amod_none", "dense"], "differ_in": ["router", "scaling"]}}
+    rules = [{"verdict": "supports", "says": "cheaper", "when": {"cost": "negative"}}]
+    counted = evaluate(
+        parse_study(
+            content(
+                seeds=[0, 1, 2],
+                metric="cost/macs_measured",
+                contrasts=contrasts,
+                factors={},
+                hypothesis__predicted={"cost": "negative"},
+                decision={"rules": rules},
+            )
+        ),
+        records,
+    )
+    assert counted.effects["cost"].low == counted.effects["cost"].high == -250_000
+    assert counted.verdict.name == "supports"
+
+
 def test_plan_finds_runs_that_another_study_made(tmp_path: Path, study: Study) -> None:
     write_study(tmp_path, {"amod_none": 0.93})
     records = read_records(tmp_path)
@@ -377,7 +410,6 @@ def test_convergence_and_cost_at_equal_accuracy(tmp_path: Path) -> None:
         )
     )
     effects = evaluate(study, read_records(tmp_path)).effects
-    assert effects["speed-up speed @ 0.5"].note == "equal ratios: no estimate of noise"
     assert effects["speed-up speed @ 0.5"].estimate == pytest.approx(1.0)
     assert "not reached in every run (6 at least" in effects["speed-up speed @ 0.9"].refusal
     assert effects["area speed"].sign == 1

@@ -37,6 +37,11 @@ class Metric:
         return f"difference in {self.label}, points" if self.kind == "percent" else f"difference in {self.label}"
 
     @property
+    def is_exact(self) -> bool:
+        """Whether the quantity is counted, so that equal values under all seeds are no coincidence."""
+        return self.kind in ("macs", "count")
+
+    @property
     def factor(self) -> float:
         """What a stored value is multiplied by to be drawn on an axis under `heading`."""
         return 100.0 if self.kind == "percent" else 1.0
@@ -49,6 +54,8 @@ def metric(key: str) -> Metric:
         return Metric(key, key, "percent", True)
     if key.startswith("cost/macs"):
         return Metric(key, "MACs" if last == "macs_measured" else f"{last.removeprefix('macs_')} MACs", "macs", False)
+    if last.endswith("params"):
+        return Metric(key, last.replace("_", " "), "count", False)
     if last.endswith("seconds"):
         return Metric(key, key, "seconds", False)
     is_cost = any(word in last for word in ("loss", "ppl", "perplexity", "error", "memory", "bytes"))

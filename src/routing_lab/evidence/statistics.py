@@ -87,6 +87,13 @@ class Difference:
         """1 or -1 where the interval lies on one side of zero and can be trusted to; 0 where it does not."""
         return sign_of_interval(self.low, self.high) if not self.is_degenerate else 0
 
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The interval, None where there is none to trust: differences that are equal and not zero have no known
+        noise.
+        """
+        return None if math.isnan(self.low) or (self.is_degenerate and self.mean != 0) else (self.low, self.high)
+
 
 @dataclass(frozen=True)
 class SignFlip:

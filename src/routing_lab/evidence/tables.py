@@ -264,7 +264,7 @@ def difference_note(comparison: Comparison) -> str:
     if d.stamp:
         return d.stamp
     if d.is_degenerate:
-        return "n.s., identical results" if d.mean == 0 else "equal differences: no estimate of noise"
+        return "n.s., identical results" if d.mean == 0 else "equal under all seeds: no estimate of noise"
     if d.sign == 0:
         return "n.s."
     return "n.s., below the detectable effect" if abs(d.mean) < comparison.detectable else ""
@@ -280,7 +280,7 @@ def pairwise_table(arms: Sequence[Arm], metric: str, caption: str, level: float 
         cells: list[Any] = []
         for other in arms:
             d = compare(arm, other, metric, level).difference if other is not arm else None
-            cells.append((d.low, d.high) if d is not None else None)
+            cells.append(d.interval if d is not None else None)
         rows.append((arm.label, *cells))
     columns = [Column("arm", "row - column")]
     columns += [Column(arm.label, arm.label, "interval", shown.kind, is_signed=True) for arm in arms]

@@ -37,12 +37,18 @@ from routing_lab.evidence.study import (
 )
 from routing_lab.evidence.tables import Column, Comparison, Shown, Table, compare
 
+EQUAL_DIFFERENCES = "equal under all seeds: no estimate of noise"
+"""Why differences that agree to the last digit have no interval: a small test set rounds their noise away."""
+
+_SHARE = formatting.Metric(SAVING, SAVING, "percent", True)
+
 
 @dataclass(frozen=True)
 class Effect:
     """One estimated effect. `neutral` is the value that means none (0 for a difference, 1 for a ratio).
 
-    `refusal` says why there is no estimate; `is_controlled` is False for a comparison of whole configurations.
+    `refusal` says why there is no estimate; `is_controlled` is False for a comparison of whole configurations;
+    `is_exact` marks a counted quantity that was equal under all seeds.
     """
 
     name: str
@@ -59,6 +65,7 @@ class Effect:
     sign: int = 0
     bootstrap: Bootstrap | None = None
     is_controlled: bool = True
+    is_exact: bool = False
     note: str = ""
     refusal: str = ""
 
@@ -329,10 +336,10 @@ def _pairing_problems(first: Arm, second: Arm, differ_in: Sequence[str]) -> list
 
 def _contrast_effect(name: str, study: Study, comparison: Comparison) -> Effect:
     contrast = study.contrasts[name]
-    kind = formatting.metric(study.metric).kind
+    metric = formatting.metric(study.metric)
     if comparison.difference is None:
-        return Effect(name, kind, is_controlled=contrast.is_controlled, refusal=comparison.refusal)
-    effect = replace(_from_difference(name, kind, comparison.difference), is_controlled=contrast.is_controlled)
+        return Effect(name, metric.kind, is_controlled=contrast.is_controlled, refusal=comparison.refusal)
+    effect = replace(_from_difference(name, metric, comparison.difference), is_controlled=contrast.is_controlled)
     values = zip(*(side.values(study.metric).values() for side in (comparison.arm, comparison.reference)), strict=True)
     return replace(
         effect,
@@ -341,14 +348,20 @@ def _contrast_effect(name: str, study: Study, comparison: Comparison) -> Effect:
     )
 
 
-def _from_difference(name: str, kind: Kind, d: Difference) -> Effect:
+def _from_difference(name: str, metric: formatting.Metric, d: Difference) -> Effect:
+    if d.is_degenerate and metric.is_exact:
+        sign = statistics.sign_of_interval(d.low, d.high)
+        return Effect(
+            name, metric.kind, d.mean, d.low, d.high, d.n, sign=sign, is_exact=True, note=d.stamp or "counted"
+        )
+    low, high = d.interval or (math.nan, math.nan)
     detectable = math.nan if d.is_degenerate else statistics.minimum_detectable_effect(d.sd, d.n, alpha=1 - d.level)
     note = d.stamp
     if d.is_degenerate:
-        note = "identical results" if d.mean == 0 else "equal differences: no estimate of noise"
+        note = "identical results" if d.mean == 0 else EQUAL_DIFFERENCES
     elif not d.stamp and d.sign and abs(d.mean) < detectable:
         note = "below the detectable effect"
-    return Effect(name, kind, d.mean, d.low, d.high, d.n, d.p, detectable=detectable, sign=d.sign, note=note)
+    return Effect(name, metric.kind, d.mean, low, high, d.n, d.p, detectable=detectable, sign=d.sign, note=note)
 
 
 def _sign_flip(differences: Sequence[float]) -> float:
@@ -377,7 +390,7 @@ def _bootstrap(comparison: Comparison) -> Bootstrap | None:
 def _factor_effects(study: Study, arms: Mapping[str, Arm]) -> dict[str, Effect]:
     if not study.factors:
         return {}
-    kind = formatting.metric(study.metric).kind
+    metric = formatting.metric(study.metric)
     (f, first), (g, second) = study.factors.items()
     crossed = study.factor_arms()
     wanted = [name for name in study.effect_names() if name.startswith((f"{f}: ", f"{g}: ", f"{f} x {g}"))]
@@ -398,10 +411,10 @@ def _factor_effects(study: Study, arms: Mapping[str, Arm]) -> dict[str, Effect]:
     if not problems:
         try:
             found = statistics.factorial(cells, (f, g), (list(first.levels), list(second.levels)), study.decision.level)
-            return {name: _from_difference(name, kind, found[name]) for name in wanted}
+            return {name: _from_difference(name, metric, found[name]) for name in wanted}
         except statistics.UnmatchedSeedsError as error:
             problems.append(str(error))
-    return {name: Effect(name, kind, refusal="; ".join(dict.fromkeys(problems))) for name in wanted}
+    return {name: Effect(name, metric.kind, refusal="; ".join(dict.fromkeys(problems))) for name in wanted}
 
 
 def _configs(arms: Mapping[str, Arm]) -> dict[str, Mapping[str, Any]]:
@@ -438,7 +451,7 @@ def _convergence_effects(study: Study, arms: Mapping[str, Arm]) -> dict[str, Eff
                 {seed: statistics.area_under_curve(*curve) for seed, curve in curve_of.items()} for curve_of in curves
             ]
             d = statistics.paired_by_seed(areas[0], areas[1], study.decision.level)
-            effects[name] = replace(_from_difference(name, metric.kind, d), is_controlled=contrast.is_controlled)
+            effects[name] = replace(_from_difference(name, metric, d), is_controlled=contrast.is_controlled)
     return effects
 
 
@@ -474,9 +487,10 @@ def _speed_up_effect(
         bound = "" if math.isnan(ratio.mean) else f"; {ratio.kind.replace('_', ' ')} {ratio.mean:.2f}"
         return replace(effect, refusal=f"target not reached in every run ({counts.replace('_', ' ')}{bound})")
     logs = statistics.one_sample_t(np.log(ratio.ratios), level, scale=1.0)
-    note = "equal ratios: no estimate of noise" if logs.is_degenerate else logs.stamp
+    if logs.is_degenerate and logs.mean != 0:
+        return replace(effect, estimate=ratio.mean, n=logs.n, note=EQUAL_DIFFERENCES)
     return replace(
-        effect, estimate=ratio.mean, low=ratio.low, high=ratio.high, n=logs.n, p=logs.p, sign=logs.sign, note=note
+        effect, estimate=ratio.mean, low=ratio.low, high=ratio.high, n=logs.n, p=logs.p, sign=logs.sign, note=logs.stamp
     )
 
 
@@ -506,7 +520,7 @@ def _saving_effect(study: Study, arms: Mapping[str, Arm]) -> dict[str, Effect]:
         }
     savings = [1 - point.cost / reference_cost[seed] for seed, point in found.items()]
     d = statistics.one_sample_t(savings, study.decision.level)
-    return {SAVING: replace(_from_difference(SAVING, "percent", d), is_controlled=False)}
+    return {SAVING: replace(_from_difference(SAVING, _SHARE, d), is_controlled=False)}
 
 
 def _decided(study: Study, effects: Mapping[str, Effect]) -> dict[str, Effect]:
@@ -520,7 +534,7 @@ def _decided(study: Study, effects: Mapping[str, Effect]) -> dict[str, Effect]:
     decided = {}
     for name, effect in effects.items():
         p = adjusted.get(name, math.nan)
-        is_kept = study.decision.adjust == "none" or name not in adjusted or p <= alpha
+        is_kept = study.decision.adjust == "none" or name not in adjusted or effect.is_exact or p <= alpha
         decided[name] = replace(effect, p_holm=p, sign=effect.sign if is_kept else 0)
     return decided
 
