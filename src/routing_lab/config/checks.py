@@ -23,6 +23,7 @@ from routing_lab.config.schema import (
     ConstantRouter,
     Drop,
     FractionCapacity,
+    IsoflopConfig,
     LlamaBackbone,
     LossConfig,
     Member,
@@ -228,7 +229,7 @@ def sublayer_allows(placement: PlacementConfig, bypass: BypassConfig, router: Ro
 def router_fits_backbone(router: RouterConfig, facts: BackboneFacts) -> Iterator[Problem]:
     """The router finds the class token, the heads, the channels and the attention it reads."""
     traits = traits_of("router", router)
-    if traits.needs_class_token and "class" not in facts.prefix:
+    if (traits.needs_class_token or getattr(router, "query", None) == "cls") and "class" not in facts.prefix:
         yield Problem.of("router", router.name, "reads the class token, which this backbone does not have")
     if traits.attention and facts.causal:
         yield Problem.of(
@@ -480,8 +481,20 @@ def teacher_is_trained(init: InitConfig, train: TrainConfig) -> Iterator[Problem
     """A teacher that is the model the run starts from has learned something."""
     if train.distils and train.distill_teacher == "initial" and isinstance(init, ScratchInit):
         yield Problem.of(
-            "train.distill_teacher", "initial", "init=scratch starts from random weights; use init=dense, pretrained or checkpoint"
+            "train.distill_teacher",
+            "initial",
+            "init=scratch starts from random weights; use init=dense, pretrained or checkpoint",
         )
+
+
+def isoflop_fits(isoflop: IsoflopConfig, init: InitConfig, train: TrainConfig) -> Iterator[Problem]:
+    """Weights of another width cannot be taken over, and a smaller model teaches no better."""
+    if isoflop.by == "width" and isinstance(init, PretrainedInit | DenseInit):
+        message = f"init={init.kind} has weights of another width; use init=scratch, or isoflop.by=depth"
+        yield Problem.of("isoflop.by", "width", message)
+    if isoflop.by != "none" and train.distils and train.distill_teacher == "initial":
+        message = "the model of isoflop starts smaller than the one it would learn from; use dense"
+        yield Problem.of("train.distill_teacher", "initial", message)
 
 
 REFUSALS: tuple[Callable[..., Iterator[Problem]], ...] = (
@@ -500,6 +513,7 @@ REFUSALS: tuple[Callable[..., Iterator[Problem]], ...] = (
     data_exist,
     checkpoint_exists,
     dense_run_is_trained,
+    isoflop_fits,
     teacher_is_trained,
 )
 

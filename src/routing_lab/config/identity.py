@@ -38,6 +38,9 @@ def run_name(config: Config) -> str:
     if config.name is not None:
         return f"{config.name}-{seed}"
     place = [config.backbone.name, config.data.name, seed]
+    if config.isoflop.by != "none":
+        size = getattr(config.backbone, config.isoflop.by)
+        return "-".join([f"isoflop_{config.isoflop.by}{size}", *place])
     if config.router.name == "dense":
         return "-".join(["dense", *place])
     return "-".join([config.router.name, config.scaling.name, _budget(config), *place])

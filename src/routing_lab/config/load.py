@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 
 from routing_lab.config.checks import REFUSALS, REMARKS, outside_members, run_checks
 from routing_lab.config.compose import Composer, plain
+from routing_lab.config.isoflop import with_baseline
 from routing_lab.config.problems import ConfigError, Problem, accepted_by, alternatives, from_validation, parts_of
 from routing_lab.config.schema import LOSS_MODELS, MEMBER_MODELS, OUTSIDE_MODELS, Config, LossConfig, OutsideLoss
 from routing_lab.config.timm_shape import complete_from_timm
@@ -60,7 +61,7 @@ def check_overrides(composer: Composer, overrides: Sequence[str], facts: Backbon
     ignored = [key for key in options_of_other_members(data) if key in given]
     for axis, _, key in (path.partition(".") for path in ignored):
         member = data[axis]["name"]
-        hint = alternatives(key, MEMBER_MODELS[axis][member].model_fields, "known: ")
+        hint = alternatives(key, MEMBER_MODELS[axis][member].model_fields, "known: ", most=12)
         problems.append(Problem.of(f"{axis}.{key}", data[axis][key], f"{axis}={member} has no such key; {hint}"))
     return _check(config, facts, problems)
 
@@ -120,17 +121,24 @@ def _check(composed: DictConfig, facts: BackboneFacts | None, problems: list[Pro
     elif "backbone" in sections:
         seen["facts"] = sections["backbone"].facts()
     problems += run_checks(seen, REFUSALS)
+    remarks: list[str] = []
+    if not problems and facts is None:
+        sections, problems, remarks = with_baseline(sections)
+        seen = {**seen, **sections}
+    elif facts is not None and "isoflop" in sections and sections["isoflop"].by != "none":
+        problems.append(Problem.of("isoflop.by", sections["isoflop"].by, "sizes a model to be built; this one is given"))
     if problems:
         raise ConfigError(problems)
     config = Config.model_construct(**sections)
-    return Loaded(config, config.model_dump(mode="json", by_alias=True), list(run_checks(seen, REMARKS)))
+    remarks += run_checks(seen, REMARKS)
+    return Loaded(config, config.model_dump(mode="json", by_alias=True), remarks)
 
 
 def _validate(data: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
     """The sections that are valid in themselves, typed, and what is wrong with the others."""
     sections: dict[str, Any] = {}
     problems = [
-        Problem.of(key, value, f"no such key; {alternatives(key, Config.model_fields, 'known: ')}")
+        Problem.of(key, value, f"no such key; {alternatives(key, Config.model_fields, 'known: ', most=12)}")
         for key, value in data.items()
         if key not in Config.model_fields
     ]

@@ -465,7 +465,8 @@ MEMBER_MODELS: Mapping[str, Mapping[str, type[Member]]] = MappingProxyType(
         },
         "capacity": {
             "topk": TopK,
-            "gumbel": Gumbel, "percentile": Percentile,
+            "gumbel": Gumbel,
+            "percentile": Percentile,
             "threshold": Threshold,
             "argmax": Argmax,
             "inverse_transform": InverseTransform,
@@ -577,6 +578,37 @@ LOSS_MODELS: Mapping[str, type[LossConfig]] = MappingProxyType(
 """Name of a shipped loss -> the model of its keys."""
 
 
+# --- the dense baseline of equal cost ---
+
+
+class FullSize(Strict):
+    """Size of a backbone before a baseline was made of it."""
+
+    depth: Positive
+    width: Positive
+    mlp_ratio: float = Field(gt=0)
+
+
+class IsoflopSolution(Strict):
+    """What `isoflop` found: the layers kept with by=depth, the cost, and its ratio to the target."""
+
+    full: FullSize
+    layers: list[Index] | None
+    macs: Positive
+    ratio: float = Field(gt=0)
+
+
+class IsoflopConfig(Strict):
+    """A dense model at the cost of the arm that the other keys describe, instead of that arm."""
+
+    by: Literal["none", "depth", "width"]
+    layers: Literal["first", "uniform"]
+    mlp: Literal["adjust", "keep"]
+    tolerance: float = Field(ge=0)
+    target_macs: Annotated[float, Field(gt=0)] | None
+    solution: IsoflopSolution | None
+
+
 # --- the whole ---
 
 
@@ -598,6 +630,7 @@ class Config(Strict):
     bypass: SerializeAsAny[BypassConfig]
     visibility: SerializeAsAny[VisibilityConfig]
     losses: dict[str, SerializeAsAny[LossConfig]]
+    isoflop: IsoflopConfig
     data: DataConfig
     init: InitConfig
     train: TrainConfig

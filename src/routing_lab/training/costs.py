@@ -40,13 +40,23 @@ class CostMeter:
             routers = _router_macs(self._model, [count.entering for count in counts])
             nominal = routed_macs(shape, layer_tokens(self._rules, counts)).total + routers
         routers = _router_macs(self._model, self.counter.entering())
+        measured = routed_macs(shape, self.counter.mean()).total + routers
         return {
             **parameter_counts(self._model),
             "router_macs": routers,
             "macs_dense": dense_macs(shape).total,
             "macs_nominal": nominal,
-            "macs_measured": routed_macs(shape, self.counter.mean()).total + routers,
+            "macs_measured": measured,
+            **_isoflop(self._config, measured),
         }
+
+
+def _isoflop(config: Config, measured: float) -> dict[str, float]:
+    """For a baseline of equal cost what it was to cost, and how much of that it does."""
+    target = config.isoflop.target_macs
+    if config.isoflop.by == "none" or target is None:
+        return {}
+    return {"isoflop_target": target, "isoflop_ratio": measured / target}
 
 
 def _router_macs(model: Any, entering: Sequence[float]) -> float:

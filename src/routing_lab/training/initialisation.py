@@ -47,11 +47,11 @@ def initialise(
         model = build_model(config, num_classes)
     if kind == "checkpoint":
         source = config.init.path
-        warnings = load_weights(model, read_weights(Path(source)))
+        warnings = load_weights(model, _layers_that_stay(read_weights(Path(source)), config))
     elif kind == "dense":
         assert dense is not None, "init=dense needs the dense run's weights"
         source = dense.parent.parent.name
-        warnings = load_weights(model, read_weights(dense))
+        warnings = load_weights(model, _layers_that_stay(read_weights(dense), config))
     return model, {"kind": kind, "source": source, "hash": weights_hash(model.backbone)}, warnings
 
 
@@ -146,12 +146,40 @@ def _published(config: Config, num_classes: int) -> nn.Module:
             " backbone.timm_name; choose one that has, or init=checkpoint init.path=<file>"
         )
     try:
-        return build_model(config, num_classes, pretrained=True)
+        return _published_model(config, num_classes)
     except ValueError as error:
         raise ValueError(
             f"init.kind=pretrained: {error}. Published weights are downloaded once and cached; without a network use"
             " init=checkpoint init.path=<file>"
         ) from error
+
+
+def _published_model(config: Config, num_classes: int) -> nn.Module:
+    solution = config.isoflop.solution
+    if solution is None:
+        return build_model(config, num_classes, pretrained=True)
+    full = config.backbone.model_copy(update=solution.full.model_dump())
+    whole = build_model(config.model_copy(update={"backbone": full}), num_classes, pretrained=True)
+    model = build_model(config, num_classes)
+    load_weights(model, _layers_that_stay(whole.state_dict(), config))
+    return model
+
+
+def _layers_that_stay(state: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
+    """Weights of a whole backbone, of whose layers those of `isoflop.solution.layers` are left and numbered anew."""
+    solution = config.isoflop.solution
+    blocks = {int(name.split(".")[1]) for name in state if name.startswith("blocks.")}
+    if solution is None or solution.layers is None or len(blocks) != solution.full.depth:
+        return dict(state)
+    place = {str(layer): str(position) for position, layer in enumerate(solution.layers)}
+    left = {}
+    for name, value in state.items():
+        group, *rest = name.split(".")
+        if group != "blocks":
+            left[name] = value
+        elif rest[0] in place:
+            left[".".join([group, place[rest[0]], *rest[1:]])] = value
+    return left
 
 
 def _is_router(name: str) -> bool:

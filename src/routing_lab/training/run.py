@@ -16,18 +16,27 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
-from lightning.pytorch.utilities.warnings import PossibleUserWarning
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from routing_lab.assembly import build_model
 from routing_lab.config import Config, Loaded, check, identity, load, run_folder, run_name
+from routing_lab.config.isoflop import full_size
 from routing_lab.cost.measure import count_trace
 from routing_lab.data import VisionData, build_data
 from routing_lab.evidence.records import new_record
 from routing_lab.tasks.base import check_optimizer
 from routing_lab.tasks.classification import Classification
-from routing_lab.training.callbacks import Bar, EpochLine, Keeper, resumable, save_weights, small_update_warning
+from routing_lab.training.callbacks import (
+    LIGHTNING_LOGGERS,
+    Bar,
+    EpochLine,
+    Keeper,
+    resumable,
+    save_weights,
+    silence_lightning,
+    small_update_warning,
+)
 from routing_lab.training.costs import CostMeter
 from routing_lab.training.environment import command_line, environment, git_state
 from routing_lab.training.initialisation import initialise, load_weights, read_weights
@@ -88,7 +97,7 @@ def dense_cell(config: Config, resolved: Mapping[str, Any]) -> Loaded:
         train["epochs"] = config.train.epochs if config.init.epochs is None else config.init.epochs
         init = {"kind": "scratch"}
     node = {
-        **{key: value for key, value in resolved.items() if key != "hydra"},
+        **{key: value for key, value in full_size(resolved).items() if key != "hydra"},
         **{axis: defaults[axis] for axis in (*ROUTING_AXES, "losses")},
         "train": train,
         "init": init,
@@ -117,6 +126,7 @@ def _run_locked(
         return {"status": FINISHED, "record": finished}
     record = new_record(resolved, run_id=identity(resolved), name=run_name(config), command=command)
     record["warnings"] = list(warnings)
+    record["num_epochs_done"] = (folder.read_record() or {}).get("num_epochs_done", 0)
     try:
         folder.prepare()
         folder.write_config(resolved)
@@ -339,15 +349,11 @@ def _close(folder: RunFolder, record: dict[str, Any], status: str) -> dict[str, 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without Lightning's remarks about what this package does on purpose."""
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    """Without Lightning's remarks, which are put back afterwards."""
+    loggers = [logging.getLogger(name) for name in LIGHTNING_LOGGERS]
     levels = [logger.level for logger in loggers]
     with python_warnings.catch_warnings():
-        python_warnings.simplefilter("ignore", PossibleUserWarning)
-        # Lightning asks torch about its trees in a way that newer versions of torch deprecate.
-        python_warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)")
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
+        silence_lightning()
         try:
             yield
         finally:
