@@ -53,7 +53,7 @@ class Backbone(ABC):
 
     @abstractmethod
     def head(self, x: Tensor, valid: Tensor | None = None) -> Any:
-        """The model's output from the tokens [B, N, D] that left the last block; valid [B, N] is False at padding."""
+        """The model's output from the tokens [B, N, D] that left the last block; valid [B, N] is False, or 0, at those to leave out."""
 
 
 class RoutedModel(nn.Module):
@@ -152,7 +152,7 @@ class RoutedModel(nn.Module):
     def head(self, tokens: Tokens) -> Any:
         """The backbone's output from the tokens that left the last layer, and those that halted before."""
         tokens = tokens.restored()
-        return self._adapter.head(tokens.x, tokens.valid)
+        return self._adapter.head(tokens.x, tokens.valid if tokens.policy is None else tokens.policy)
 
     def run_state(
         self,
