@@ -140,7 +140,7 @@ def test_the_sweep_folder_is_the_same_inside_a_job(launcher: str) -> None:
     from routing_lab.config import Composer
 
     setup_globals()
-    loader = Composer()._loader
+    loader = Composer().loader
     sweep = loader.load_configuration("train", ["seed=0,1", f"hydra/launcher={launcher}"], run_mode=RunMode.MULTIRUN)
     folder = sweep.hydra.sweep.dir
     job = loader.load_sweep_config(sweep, ["seed=1"])

@@ -38,7 +38,7 @@ def test_where_and_how_fast_a_run_executes_does_not_count(override: str) -> None
     "override",
     [
         *("seed=0", "router=linear", "router.detach=false", "capacity.fraction=0.25", "placement.first=3"),
-        *("visibility=all", "train.epochs=3", "backbone.depth=8", "train.lr=0.001", "scaling.normalize=sigmoid"),
+        *("visibility=all", "train.epochs=9", "backbone.depth=8", "train.lr=0.001", "scaling.normalize=sigmoid"),
     ],
 )
 def test_what_is_run_counts(override: str) -> None:

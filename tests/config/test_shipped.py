@@ -27,22 +27,28 @@ GROUPS = {
 }
 MEMBERS = [(group, member) for group, names in GROUPS.items() for member in names]
 
-NEEDS = {
-    ("losses", "load"): ["router=mlp", "scaling=multiply"],
-    ("losses", "z"): ["router=linear", "scaling=multiply"],
-    ("losses", "bce_auxiliary"): ["router=linear", "scaling=multiply"],
-    ("losses", "ratio"): ["router=linear", "scaling=multiply"],
-    ("losses", "hinge"): ["router=linear", "scaling=multiply"],
-    ("losses", "l1_target"): ["router=linear", "scaling=multiply"],
+SHAPES = {
     ("backbone", "timm"): ["backbone.timm_name=vit_tiny_patch16_224"],
-    ("scaling", "soft_mix"): ["router=mlp", "placement.sublayer=attention"],
-    ("scaling", "top1_probability"): ["router=mlp"],
-    ("capacity", "argmax"): ["router=mlp"],
     ("placement", "stages"): ["placement.layers=[1,3,5]"],
     ("placement", "list"): ["placement.layers=[2,4]"],
-    ("bypass", "project"): ["placement.sublayer=attention"],
+    ("recipe", "dynamicvit"): ["init=dense"],
 }
-"""What a member needs beside itself to mean anything on the default backbone."""
+
+
+def needs(group: str, member: str) -> list[str]:
+    """What a member needs beside itself to mean anything on the default backbone, by its traits."""
+    found = list(SHAPES.get((group, member), []))
+    traits = TRAITS[group][0][member] if group in TRAITS else None
+    if traits and "block" not in getattr(traits, "sublayers", "block"):
+        found.append(f"placement.sublayer={traits.sublayers[0]}")
+    if any(getattr(traits, fact, False) for fact in ("needs_probability", "needs_choice", "relaxes")):
+        found.append("router=mlp")
+    if group == "losses":
+        reads = LOSSES[member].reads
+        found += {"halting": ["method=avit"], "probability": ["router=mlp"], "logits": ["router=linear"]}.get(reads, [])
+    if group == "method":
+        found.append("backbone.depth=12")
+    return found
 
 
 def is_on_disk(group: str, member: str) -> bool:
@@ -54,8 +60,7 @@ def is_on_disk(group: str, member: str) -> bool:
 
 @pytest.mark.parametrize(("group", "member"), [pair for pair in MEMBERS if is_on_disk(*pair)])
 def test_each_member_is_valid(group: str, member: str) -> None:
-    depth = ["backbone.depth=12"] if group == "method" else []
-    loaded = load([f"{group}={member}", *depth, *NEEDS.get((group, member), [])])
+    loaded = load([f"{group}={member}", *needs(group, member)])
     if group in MEMBER_MODELS:
         assert getattr(loaded.config, group).name == member
 
@@ -90,7 +95,7 @@ def test_a_file_names_its_class_and_states_every_option(axis: str, member: str) 
 
 @pytest.mark.parametrize(("axis", "member"), [pair for pair in MEMBERS if pair[0] in AXES])
 def test_options_are_arguments_of_the_class(axis: str, member: str) -> None:
-    config = load([f"{axis}={member}", *NEEDS.get((axis, member), [])]).config
+    config = load([f"{axis}={member}", *needs(axis, member)]).config
     target = locate(getattr(config, axis).class_path)
     accepted: set[str] = set()
     for kind in inspect.getmro(target) if inspect.isclass(target) else (target,):
@@ -107,8 +112,8 @@ def nodes() -> dict[tuple[str, str], dict[str, Any]]:
     found = {}
     for axis in AXES:
         for member in GROUPS[axis]:
-            layers = ["placement.layers=[1,3]"] if member in ("list", "stages") else []
-            found[axis, member] = OmegaConf.to_container(composer.compose([f"{axis}={member}", *layers])[0][axis])
+            shape = SHAPES.get((axis, member), [])
+            found[axis, member] = OmegaConf.to_container(composer.compose([f"{axis}={member}", *shape])[0][axis])
     return found
 
 

@@ -69,12 +69,13 @@ def one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def alternatives(given: str, known: Iterable[str], what: str = "") -> str:
-    """`did you mean ...?` where something known is close, and what there is."""
+def alternatives(given: str, known: Iterable[str], what: str = "", most: int | None = None) -> str:
+    """`did you mean ...?` where something known is close, and what there is unless that is more than `most`."""
     names = sorted(known)
     close = difflib.get_close_matches(given, names, n=1, cutoff=0.6)
     hint = f"did you mean {close[0]}? " if close else ""
-    return f"{hint}{what}{', '.join(names)}" if names else hint.strip()
+    is_listed = names and not (close and most is not None and len(names) > most)
+    return f"{hint}{what}{', '.join(names)}" if is_listed else hint.strip()
 
 
 def from_validation(
@@ -126,7 +127,7 @@ def _from_detail(detail: Mapping[str, Any], model: type[BaseModel], prefix: str,
     kind = detail["type"]
     if kind == "extra_forbidden":
         given = ({"name"} & set(data) and f"{prefix}={data['name']} has no such key") or "no such key"
-        return Problem.of(key, detail["input"], f"{given}; {alternatives(str(name), fields, 'known: ')}")
+        return Problem.of(key, detail["input"], f"{given}; {alternatives(str(name), fields, 'known: ', most=12)}")
     if kind == "missing":
         return Problem(key, None, f"is missing; must be {accepted_by(fields[str(name)])}")
     value = data.get(str(name), _ABSENT)
