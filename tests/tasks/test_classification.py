@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -78,7 +79,9 @@ def test_biases_norms_and_embeddings_are_not_decayed() -> None:
     }
     assert all(parameter.ndim > 1 for name, parameter in model.named_parameters() if name in decayed)
     assert not [name for name in decayed if "pos_embed" in name or "cls_token" in name]
-    assert {name for name, parameter in model.named_parameters() if name.endswith(("qkv.weight", "fc1.weight"))} <= decayed
+    assert {
+        name for name, parameter in model.named_parameters() if name.endswith(("qkv.weight", "fc1.weight"))
+    } <= decayed
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(names)
 
 
@@ -89,7 +92,7 @@ def test_layer_decay_lowers_the_rate_towards_the_input_and_spares_routers() -> N
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     rates = {names[id(parameter)]: group["lr"] for group in optimizer.param_groups for parameter in group["params"]}
     blocks = [rates[f"backbone.blocks.{layer}.attn.qkv.weight"] for layer in range(4)]
-    assert [later / earlier for earlier, later in zip(blocks, blocks[1:], strict=False)] == pytest.approx([2, 2, 2])
+    assert [later / earlier for earlier, later in itertools.pairwise(blocks)] == pytest.approx([2, 2, 2])
     routers = {rate for name, rate in rates.items() if name.startswith("layers.")}
     assert routers == {rates["backbone.head.weight"]}
     assert len(rates) == len(names)
@@ -109,7 +112,8 @@ def test_an_unknown_optimiser_is_refused_with_the_known_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "middle", "end"), [("cosine", 0.5, 0.0), ("linear", 0.5, 0.0), ("step", 0.1, 0.01), ("constant", 1.0, 1.0)]
+    ("schedule", "middle", "end"),
+    [("cosine", 0.5, 0.0), ("linear", 0.5, 0.0), ("step", 0.1, 0.01), ("constant", 1.0, 1.0)],
 )
 def test_schedules_warm_up_and_come_down(schedule: str, middle: float, end: float) -> None:
     train = recipe(

@@ -28,8 +28,16 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_two_processes_train_as_one(run: Callable[..., dict[str, Any]], cell: Callable[..., Any], tmp_path: Path) -> None:
-    overrides = ["router=amod", "scaling=none", "train.batch_size=256", "runtime.accelerator=cpu", "train.ema_decay=0.5"]
+def test_two_processes_train_as_one(
+    run: Callable[..., dict[str, Any]], cell: Callable[..., Any], tmp_path: Path
+) -> None:
+    overrides = [
+        "router=amod",
+        "scaling=none",
+        "train.batch_size=256",
+        "runtime.accelerator=cpu",
+        "train.ema_decay=0.5",
+    ]
     single = run(*overrides)
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

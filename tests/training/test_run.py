@@ -89,7 +89,9 @@ def test_a_loss_that_is_not_finite_fails_the_run(run: Run) -> None:
 
 
 def test_arms_of_a_seed_start_from_the_same_backbone(run: Run) -> None:
-    hashes = {run(f"router={router}", "train.epochs=0")["record"]["init"]["hash"] for router in ("dense", "amod", "mlp")}
+    hashes = {
+        run(f"router={router}", "train.epochs=0")["record"]["init"]["hash"] for router in ("dense", "amod", "mlp")
+    }
     assert len(hashes) == 1
     assert run("train.epochs=0", "seed=1")["record"]["init"]["hash"] not in hashes
 

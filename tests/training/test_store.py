@@ -50,9 +50,14 @@ def test_a_record_is_finished_only_when_it_says_so(folder: RunFolder) -> None:
 
 def test_an_error_while_writing_leaves_the_old_file(folder: RunFolder) -> None:
     folder.error_log.write_text("old")
-    with pytest.raises(RuntimeError, match="full"), replacing(folder.error_log) as temporary:
-        temporary.write_text("new, but not all of it")
-        raise RuntimeError("disk is full")
+
+    def fail() -> None:
+        with replacing(folder.error_log) as temporary:
+            temporary.write_text("new, but not all of it")
+            raise RuntimeError("disk is full")
+
+    with pytest.raises(RuntimeError, match="full"):
+        fail()
     assert folder.error_log.read_text() == "old"
     assert [path.name for path in folder.path.iterdir() if path.is_file()] == ["error.log"]
 

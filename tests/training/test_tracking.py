@@ -82,7 +82,14 @@ def test_trouble_with_tracking_is_a_warning(run: Run, monkeypatch: pytest.Monkey
 
 
 def test_online_without_an_account_is_written_offline(fake: list[FakeRun], tmp_path: Path) -> None:
-    record: dict[str, Any] = {"name": "cell", "axes": {}, "metrics": {}, "cost": {}, "routing": {}, "status": "finished"}
+    record: dict[str, Any] = {
+        "name": "cell",
+        "axes": {},
+        "metrics": {},
+        "cost": {},
+        "routing": {},
+        "status": "finished",
+    }
     warning = tracking.mirror(WandbConfig(mode="online"), tmp_path, record, {}, [], None)
     assert fake[0].options["mode"] == "offline"
     assert warning is not None

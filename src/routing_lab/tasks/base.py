@@ -43,7 +43,11 @@ class RoutedTask(pl.LightningModule):
         self.seed = seed
         if train.frozen:
             freeze(model.backbone, train.frozen)
-        self.ema = ModelEmaV3(model, decay=train.ema_decay) if train.ema_decay is not None else None
+        self.ema = None
+        if train.ema_decay is not None:
+            self.ema = ModelEmaV3(model, decay=train.ema_decay)
+            # For averages in bfloat16, which these are not; a generator cannot be sent to another process.
+            self.ema._sr_generator = None
         self.measured: dict[str, float] = {}
         self.num_examples = 0
         self.routing = RoutingMeter(getattr(model, "routed_layers", ()))

@@ -13,8 +13,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchmetrics import MeanMetric
-from torchmetrics.classification import MulticlassAccuracy
 
 from routing_lab.tasks.auxiliary import AuxiliaryLosses
 from routing_lab.tasks.base import RoutedTask
@@ -58,10 +56,9 @@ class Classification(RoutedTask):
             raise ValueError(f"{given} {'needs a' if teacher is None else 'takes no'} teacher")
         self.auxiliary = AuxiliaryLosses(losses if self.routing.layers else {})
         self._teacher = [] if teacher is None else [teacher.eval().requires_grad_(False)]
-        self.val_acc = MulticlassAccuracy(num_classes=num_classes, average="micro")
-        self.val_loss = MeanMetric()
         self.predictions: dict[str, np.ndarray] = {}
         self._train_sums: Tensor | None = None
+        self._val_sums = torch.zeros(3, dtype=torch.float64)
         self._terms: list[str] = []
         self._test_batches: list[dict[str, Tensor]] = []
 
@@ -137,20 +134,24 @@ class Classification(RoutedTask):
 
     def on_validation_epoch_start(self) -> None:
         self._close_training_epoch()
+        self._val_sums = torch.zeros_like(self._val_sums)
         self.routing.reset()
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         images, target, index = batch
         logits, trace = self.evaluated(images, return_trace=True, sample_ids=index)
-        self.val_acc.update(logits, target)
-        self.val_loss.update(F.cross_entropy(logits.float(), target), weight=len(target))
+        correct = (logits.argmax(dim=1) == target).sum().float()
+        loss = F.cross_entropy(logits.float(), target, reduction="sum")
+        self._val_sums += torch.stack([correct, loss, torch.full_like(loss, len(target))]).cpu().double()
         self.routing.update(trace)
 
     def on_validation_epoch_end(self) -> None:
-        self.routing.reduce(self.trainer.strategy)
-        self.measured |= {"val/loss": float(self.val_loss.compute()), "val/acc": float(self.val_acc.compute())}
-        self.val_loss.reset()
-        self.val_acc.reset()
+        sums, strategy = self._val_sums, self.trainer.strategy
+        if self.trainer.world_size > 1:
+            self.routing.reduce(strategy)
+            sums = strategy.reduce(sums.to(strategy.root_device), reduce_op="sum")
+        correct, loss, count = sums.tolist()
+        self.measured |= {"val/loss": loss / count, "val/acc": correct / count}
 
     def on_test_epoch_start(self) -> None:
         self.routing.reset()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +15,14 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Checkpoint, RichProgressBar
+from lightning.pytorch.utilities.warnings import PossibleUserWarning
 from safetensors.torch import save_file
 
 from routing_lab.tasks.base import RoutedTask
 from routing_lab.training.store import RunFolder, replacing
+
+LIGHTNING_LOGGERS = ("lightning.pytorch", "lightning.fabric")
+"""Names of the loggers that Lightning's remarks go to."""
 
 SMALL_UPDATE = 0.1
 """Mean multiplier below which a routed layer is reported to leave almost nothing of its update."""
@@ -93,6 +99,10 @@ class Keeper(Checkpoint):
 
     # --- hooks ---
 
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if trainer.world_size > 1:
+            silence_lightning()  # in the processes that Lightning has started
+
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._started = time.perf_counter()
 
@@ -122,7 +132,8 @@ class Keeper(Checkpoint):
         self._save(trainer)
         if trainer.is_global_zero:
             self.folder.write_history(self.history)
-            self.folder.write_record({**self.record, "num_epochs_done": len(self.history)})
+            self.record["num_epochs_done"] = len(self.history)
+            self.folder.write_record(self.record)
             if self.report is not None:
                 self.report(row)
 
@@ -166,6 +177,15 @@ class Bar(RichProgressBar):
         return {key: f"{value:.4f}" for key, value in metrics.items()}
 
 
+def silence_lightning() -> None:
+    """Hide Lightning's remarks about what this package does on purpose."""
+    for name in LIGHTNING_LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.simplefilter("ignore", PossibleUserWarning)
+    # Lightning asks torch about its trees in a way that newer versions of torch deprecate.
+    warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)")
+
+
 def small_update_warning(task: RoutedTask) -> str | None:
     """A line about routed layers whose multiplier leaves almost nothing of the update; None where there are none."""
     small = {layer: ratio for layer, ratio in task.routing.update_ratio().items() if ratio < SMALL_UPDATE}
@@ -187,7 +207,7 @@ def save_weights(task: RoutedTask, path: Path) -> None:
 
 def resumable(folder: RunFolder, run_id: str) -> tuple[Path | None, list[str]]:
     """The newest whole checkpoint of this run, and a warning for each one that could not be used."""
-    warnings = []
+    found_wrong = []
     for path in (folder.last, folder.previous):
         if not path.exists():
             continue
@@ -195,9 +215,9 @@ def resumable(folder: RunFolder, run_id: str) -> tuple[Path | None, list[str]]:
             state = torch.load(path, map_location="cpu", weights_only=True)
             found = state["callbacks"][Keeper.__qualname__]["run_id"]
         except Exception as error:  # whatever a damaged file makes the unpickler raise
-            warnings.append(f"{path.name} cannot be read ({type(error).__name__}); an earlier state is used")
+            found_wrong.append(f"{path.name} cannot be read ({type(error).__name__}); an earlier state is used")
             continue
         if found == run_id:
-            return path, warnings
-        warnings.append(f"{path.name} belongs to run {found}; it is not used")
-    return None, warnings
+            return path, found_wrong
+        found_wrong.append(f"{path.name} belongs to run {found}; it is not used")
+    return None, found_wrong
