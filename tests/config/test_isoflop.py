@@ -90,7 +90,7 @@ def test_what_has_no_baseline_is_refused(overrides: list[str], message: str) -> 
 
 
 def test_a_given_model_keeps_its_size() -> None:
-    with pytest.raises(ValueError, match="isoflop.by = width: sizes a model to build"):
+    with pytest.raises(ValueError, match=r"isoflop\.by = width: sizes a model to build"):
         routing_lab.route(vit(), ["method=isoflop_width"])
 
 

@@ -48,6 +48,7 @@ def needs(group: str, member: str) -> list[str]:
         found += {"halting": ["method=avit"], "probability": ["router=mlp"], "logits": ["router=linear"]}.get(reads, [])
     if group == "method":
         found.append("backbone.depth=12")
+        found += ["isoflop.tolerance=0.1"] if member == "isoflop_depth" else []  # whole layers are coarse
     return found
 
 

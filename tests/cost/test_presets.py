@@ -122,7 +122,7 @@ def test_cost_is_the_reference(overrides: tuple[str, ...]) -> None:
 
 
 FILES = sorted((conf_path() / "method").glob("*.yaml"))
-METHODS = [path.stem for path in FILES]
+METHODS = [path.stem for path in FILES if "defaults:" in path.read_text()]
 STAGED = [path.stem for path in FILES if "/placement: stages" in path.read_text()]
 
 

@@ -126,7 +126,7 @@ def _check(composed: DictConfig, facts: BackboneFacts | None, problems: list[Pro
         sections, problems, remarks = with_baseline(sections)
         seen = {**seen, **sections}
     elif facts is not None and "isoflop" in sections and sections["isoflop"].by != "none":
-        problems.append(Problem.of("isoflop.by", sections["isoflop"].by, "sizes a model to be built; this one is given"))
+        problems.append(Problem.of("isoflop.by", sections["isoflop"].by, "sizes a model to build; this one is given"))
     if problems:
         raise ConfigError(problems)
     config = Config.model_construct(**sections)
