@@ -287,7 +287,7 @@ def capacity_fits(
         yield Problem.of(
             "capacity",
             capacity.name,
-            f"draws decisions by a learned score, and that of router={router.name} is not learned; use router={_or(learned)}",
+            f"draws decisions by a learned score, and router={router.name} has none; use router={_or(learned)}",
         )
     if isinstance(capacity, FractionCapacity) and capacity.depth_schedule != "constant":
         if capacity.fraction_last is None and capacity.depth_schedule != "power":

@@ -368,7 +368,7 @@ class Reduction(nn.Module, ABC):
 
     traits: ClassVar[BypassTraits] = BypassTraits(removes=True)
     hides: bool = False
-    """In training no token is removed: attention weighs the keys by the decision, so that the router gets a gradient."""
+    """In training no token is removed: attention weighs keys by the decision, which so gets a gradient."""
 
     def request(self) -> StatisticsRequest | None:
         """What this reduction needs of the layer's own attention map."""

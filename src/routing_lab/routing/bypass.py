@@ -38,8 +38,8 @@ class Drop(Reduction):
     """Removal: bypassed tokens are gone for good (DynamicViT, EViT without fusion).
 
     Args:
-        train: in training, `drop` removes them too; `mask` takes them out as keys alone, in an attention that every block
-            weighs by the decision (DynamicViT): all tokens are computed, and the decision gets a gradient.
+        train: in training, `drop` removes them too; `mask` takes them out as keys alone, in attention that is weighed by the
+            decision in every block (DynamicViT): all tokens are computed, and the decision gets a gradient.
     """
 
     traits: ClassVar[BypassTraits] = members.BYPASSES["drop"]

@@ -165,7 +165,7 @@ class RoutedLayer(nn.Module):
 
         if tokens.policy is not None:
             left = self._taken_out(tokens, selection)
-            seen = block.weighing(tokens.policy if self.all_keys else left.policy)
+            seen = block.weighing(left.policy if left.policy is not None and not self.all_keys else tokens.policy)
             update = seen.attend(tokens.x, context, key_mask=tokens.valid, key_bias=tokens.key_bias())
             y = self._combine(tokens.x, update, gates.kept, block, then_mlp=True)
             return left.with_x(y), _trace(tokens, left, choice), statistics

@@ -27,8 +27,8 @@ class Tokens:
         proportional: attention weighs keys by `size` (ToMe).
         mass: [B, N], what is left of each token's halting mass of one (A-ViT); None: all of it.
         eligible: the tokens that later layers may still keep; None: all.
-        policy: [B, N], 1 at tokens that are still there and 0 at those that a relaxed decision took out, with its gradient;
-            None: no decision is relaxed.
+        policy: [B, N], 1 at tokens that are still there, 0 at those that a relaxed decision took out, with its gradient; None:
+            no decision is relaxed.
         halted: what tokens have given to the model's output so far; None while none has.
     """
 

@@ -29,7 +29,9 @@ class AuxiliaryLosses:
 
     def __init__(self, losses: Mapping[str, LossConfig]) -> None:
         self._losses = {name: loss for name, loss in losses.items() if loss.weight > 0}
-        self._functions = {name: partial(locate(loss.class_path), **loss.options) for name, loss in self._losses.items()}
+        self._functions = {
+            name: partial(locate(loss.class_path), **loss.options) for name, loss in self._losses.items()
+        }
         self.names = list(self._losses)
 
     def __call__(self, trace: Trace, progress: float) -> tuple[Tensor, dict[str, Tensor]]:

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
-from timm.optim import create_optimizer_v2, get_optimizer_info, list_optimizers, param_groups_layer_decay, param_groups_weight_decay
+from timm.optim import (
+    create_optimizer_v2,
+    get_optimizer_info,
+    list_optimizers,
+    param_groups_layer_decay,
+    param_groups_weight_decay,
+)
 from timm.scheduler import create_scheduler_v2
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
@@ -42,7 +48,7 @@ class RoutedTask(pl.LightningModule):
         self.train_config = train
         self.seed = seed
         if train.frozen:
-            freeze(model.backbone, train.frozen)
+            freeze(model.get_submodule("backbone"), train.frozen)
         self.ema = None
         if train.ema_decay is not None:
             self.ema = ModelEmaV3(model, decay=train.ema_decay)
@@ -90,8 +96,9 @@ class RoutedTask(pl.LightningModule):
 
     def on_train_epoch_start(self) -> None:
         if self.train_config.backbone_freeze_epochs:
-            # The rate that this epoch begins with: the one set at the last one's end was for a backbone that held still.
-            self.lr_scheduler_step(self.lr_schedulers(), None)
+            # The rate that this epoch begins with: at the end of the one before, the backbone was still held.
+            scheduler: Any = self.lr_schedulers()
+            self.lr_scheduler_step(scheduler, None)
         torch.manual_seed(stream_seed(self.seed, "dropout", self.current_epoch, self.global_rank))
 
 
@@ -186,8 +193,10 @@ def freeze(backbone: nn.Module, names: Iterable[str]) -> None:
     for name in names:
         found = [value for own, value in backbone.named_parameters() if own == name or own.startswith(f"{name}.")]
         if not found:
-            known = dict(backbone.named_children()) | dict(backbone.named_parameters(recurse=False))
-            raise ValueError(f"train.frozen={name!r}: the backbone has no such parameter or module; it has {', '.join(known)}")
+            parts = [*dict(backbone.named_parameters(recurse=False)), *dict(backbone.named_children())]
+            raise ValueError(
+                f"train.frozen={name!r}: the backbone has no such parameter or module; it has {', '.join(parts)}"
+            )
         for parameter in found:
             parameter.requires_grad_(False)
 
@@ -235,7 +244,8 @@ def _groups(model: Any, train: TrainConfig) -> list[dict[str, Any]]:
     for group in groups:
         group |= {"part": "backbone", "lr_scale": group.get("lr_scale", 1.0) * train.backbone_lr_factor}
     routers = param_groups_weight_decay(model.layers, train.weight_decay)
-    return [group for group in [*groups, *({**group, "part": "router", "lr_scale": 1.0} for group in routers)] if group["params"]]
+    groups += [{**group, "part": "router", "lr_scale": 1.0} for group in routers]
+    return [group for group in groups if group["params"]]
 
 
 def _layer_sums(layer: Any) -> Tensor:

@@ -168,9 +168,10 @@ def _train_and_test(
     if config.train.distils:
         teacher = build_model(dense_cell(config, resolved).config, data.num_classes)
         if from_dense_run:
+            assert dense is not None
             load_weights(teacher, read_weights(dense))
         else:
-            teacher.load_state_dict(model.backbone.state_dict())
+            teacher.load_state_dict(model.get_submodule("backbone").state_dict())
 
     task = Classification(model, config.train, config.seed, data.num_classes, teacher, config.losses)
     keeper = _fit(task, data, folder, config, record)

@@ -54,8 +54,8 @@ class TrainConfig(_Strict):
     distill: Literal["none", "soft", "hard"]
     distill_alpha: float = Field(ge=0, le=1, description="weight of the teacher's term; the labels have the rest")
     distill_temperature: float = Field(gt=0)
-    distill_labels: float | None = Field(default=None, ge=0, description="weight of the labels; null = 1 - distill_alpha")
-    distill_tokens: Literal["none", "mse", "kl"] = Field(default="none", description="learn the teacher's final tokens too")
+    distill_labels: float | None = Field(default=None, ge=0, description="labels' weight; null = 1 - distill_alpha")
+    distill_tokens: Literal["none", "mse", "kl"] = Field(default="none", description="learn the teacher's tokens too")
     distill_tokens_weight: float = Field(default=0.5, ge=0)
     distill_teacher: Literal["dense", "initial"] = Field(
         default="dense", description="the dense run, or the dense model of the weights that the run starts from"
