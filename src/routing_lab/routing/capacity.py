@@ -28,8 +28,8 @@ class FractionCapacity(Capacity):
     Args:
         fraction: fraction of tokens to keep, in (0, 1], or one per routed layer.
         fraction_last: with depth_schedule, the fraction of the last routed layer.
-        depth_schedule: `constant`; from `fraction` at the first routed layer to `fraction_last` at the last, `linear` or along
-            half a `cosine`; or `power`: fraction, fraction^2, ... from one routed layer to the next.
+        depth_schedule: `constant`; from `fraction` at the first routed layer to `fraction_last` at the last, `linear` or
+            along half a `cosine`; or `power`: fraction, fraction^2, ... from one routed layer to the next.
         warmup: part of training, in [0, 1), after which the fraction has its value; before, it moves there from
             `warmup_start`.
         warmup_hold: part of training, below warmup, in which the fraction stays at `warmup_start` before it moves.
@@ -189,14 +189,15 @@ class Argmax(Capacity):
 
 
 class Gumbel(FractionCapacity):
-    """Draws every token's decision in training, keeps exactly the best tokens in evaluation (DynamicViT, Rao et al. 2021).
+    """Draws every token's decision in training, keeps the best tokens in evaluation (DynamicViT, Rao et al. 2021).
 
-    Training: d = [l + g_0 - g_1 >= 0] with l the log odds of keeping that the score stands for and g standard Gumbel noise
-    (counter-based, see `NoiseSource`); the gradient is that of sigmoid((l + g_0 - g_1) / T), the hard straight-through
-    Gumbel-softmax. The number of kept tokens is free: a loss such as `losses=ratio` is to hold it at the fraction.
+    Training: d = [l + g_0 - g_1 >= 0] with l the log odds of keeping that the score stands for and g standard Gumbel
+    noise (counter-based, see `NoiseSource`); the gradient is that of sigmoid((l + g_0 - g_1) / T), the hard
+    straight-through Gumbel-softmax. The number of kept tokens is free: a loss such as `losses=ratio` is to hold it at the
+    fraction.
 
-    Evaluation: the k best tokens besides the protected prefix, k = fraction x the number of patches that entered the first
-    layer, rounded.
+    Evaluation: the k best tokens besides the protected prefix, k = fraction x the number of patches that entered the
+    first layer, rounded.
 
     Args:
         temperature: T.

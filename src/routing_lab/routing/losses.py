@@ -32,8 +32,8 @@ def ratio_loss(
 
     Args:
         target: fraction of the patches that entered the model to keep, or one per routed layer; None: the capacity's.
-        over: `sample`: every sample is to meet the target (DynamicViT); `batch`: the batch is, on average (its "dynamic"
-            variant); `layers`: batch and routed layers together are (DyT).
+        over: `sample`: every sample is to meet the target (DynamicViT); `batch`: the batch is, on average (its
+            "dynamic" variant); `layers`: batch and routed layers together are (DyT).
     """
     routed = _routed(trace)
     targets = torch.stack([_target(layer, target, rank, len(routed)) for rank, layer in enumerate(routed)])
@@ -77,8 +77,8 @@ def l1_target_loss(
 def load_loss(trace: Trace) -> Tensor:
     """sum_l f_l mean(p_l) / sum_l f_l over the routed layers (DTRNet, Eq. 7 as its code reads it).
 
-    p_l are the scores of layer l, probabilities of attending; f_l is the fraction of tokens that layer l kept, a constant:
-    the gradient flows through p alone. Zero when no token is kept anywhere.
+    p_l are the scores of layer l, probabilities of attending; f_l is the fraction of tokens that layer l kept, a
+    constant: the gradient flows through p alone. Zero when no token is kept anywhere.
     """
     routed = _routed(trace)
     fractions = torch.stack([layer.counts.sum() / _present(layer).sum() for layer in routed])
@@ -98,9 +98,9 @@ def z_loss(trace: Trace) -> Tensor:
 def bce_auxiliary_loss(trace: Trace) -> Tensor:
     """Cross-entropy of the keep probability against the selection, mean over tokens, then routed layers.
 
-    Mixture-of-Depths' first remedy for a selection that needs the whole sequence (Raposo et al. 2024, section 3.5): it pulls
-    the score of kept tokens above the decision boundary and that of the others below, so that a threshold can replace
-    the top-k.
+    Mixture-of-Depths' first remedy for a selection that needs the whole sequence (Raposo et al. 2024, section 3.5): it
+    pulls the score of kept tokens above the decision boundary and that of the others below, so that a threshold can
+    replace the top-k.
     """
     losses = []
     for layer in _routed(trace):
@@ -184,8 +184,8 @@ LOSSES: dict[str, Loss] = {
 def decision(layer: LayerTrace) -> Tensor:
     """[B, N] which tokens a layer kept, 0 or 1.
 
-    The gradient is that of the relaxed decision where the capacity makes one; else, for a learned router, that of its keep
-    probability (straight-through); else none.
+    The gradient is that of the relaxed decision where the capacity makes one; else, for a learned router, that of its
+    keep probability (straight-through); else none.
     """
     if layer.relaxed is not None:
         return layer.relaxed

@@ -53,7 +53,10 @@ class Backbone(ABC):
 
     @abstractmethod
     def head(self, x: Tensor, valid: Tensor | None = None) -> Any:
-        """The model's output from the tokens [B, N, D] that left the last block; valid [B, N] is False, or 0, at those to leave out."""
+        """The model's output from the tokens [B, N, D] that left the last block.
+
+        valid: [B, N], False or 0 at tokens that an average leaves out.
+        """
 
 
 class RoutedModel(nn.Module):
@@ -126,8 +129,8 @@ class RoutedModel(nn.Module):
         Args:
             inputs: what the backbone takes: images [B, C, H, W] or token ids [B, N].
             return_trace: return (output, `Trace`) instead of the output.
-            return_tokens: return the `Tokens` behind the output as well, last: those that left the last layer, after the
-                backbone's final norm.
+            return_tokens: return the `Tokens` behind the output as well, last: those that left the last layer, after
+                the backbone's final norm.
             progress: how far training has come, in [0, 1]; a capacity warm-up reads it.
             step: optimiser step; routing noise differs between steps in training and ignores it in evaluation.
             sample_ids: [B] int64, index of each sample in its data set; routing noise belongs to it. None: 0 .. B - 1.

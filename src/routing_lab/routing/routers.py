@@ -77,7 +77,7 @@ class MLPRouter(TwoWayRouter):
 
 
 class PredictorRouter(TwoWayRouter):
-    """log p_i of keeping, from the token and from the mean of all that are still there (DynamicViT, Rao et al. 2021, Eq. 2-5).
+    """log p_i of keeping, from the token and the mean of all that are still there (DynamicViT, Rao et al. 2021).
 
         z = GELU(W_in LN(x));  z = [first half of z_i, mean over patches j of the second half of z_j]
         log p = log softmax(W_3 GELU(W_2 GELU(W_1 z)))_0

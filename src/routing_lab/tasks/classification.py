@@ -190,7 +190,7 @@ def classification_loss(logits: Tensor, target: Tensor, smoothing: float) -> Ten
 
 
 def distilled_loss(loss: Tensor, logits: Tensor, teacher_logits: Tensor, train: TrainConfig) -> Tensor:
-    """w loss + a D, with a = `distill_alpha` and w = `distill_labels`, null: 1 - a (DeiT, Touvron et al. 2021, Eq. 2, 3).
+    """w loss + a D, a = `distill_alpha`, w = `distill_labels` or 1 - a (DeiT, Touvron et al. 2021, Eqs. 2 and 3).
 
     `soft`: D = T^2 KL(softmax(teacher / T) || softmax(student / T)), mean over examples, T = `distill_temperature`.
     `hard`: D = cross-entropy against the teacher's decision. `none`: the loss as it is.
