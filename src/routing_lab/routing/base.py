@@ -217,11 +217,14 @@ class Gates:
         kept: [B, N] multiplier of the update of kept tokens; None: exactly one, nothing is multiplied.
         bypassed: [B, N] multiplier of what bypassed tokens get; None: exactly one.
         every_token: the update of every token is computed and weighted by `kept`, whatever the selection.
+        straight_through: `kept` is exactly one at kept tokens (and with `every_token` zero at the others): it is there for
+            its gradient, and the output is to the last bit that without it.
     """
 
     kept: Tensor | None = None
     bypassed: Tensor | None = None
     every_token: bool = False
+    straight_through: bool = False
 
 
 class Scaling(nn.Module, ABC):

@@ -270,13 +270,21 @@ class RoutedLayer(nn.Module):
     ) -> Tensor:
         """x with `branch` (and with `then_mlp` the MLP after it) applied to kept tokens, and the bypass to the others."""
         assert isinstance(self.bypass, Bypass)
+        if gates.every_token and gates.straight_through:
+            assert gates.kept is not None
+            y = self._route(x, selection, Gates(), branch, block, then_mlp)
+            with torch.no_grad():  # the factor below is exactly zero: only the router gets a gradient from this
+                rest = x if self.bypass.identity else x + self.bypass.update(x, block)
+                difference = self._combine(x, branch(x, True), None, block, then_mlp) - rest
+            return y + _times(difference, gates.kept - gates.kept.detach())
         if gates.every_token or self.execution == "mask":
             return self._route_masked(x, selection, gates, branch, block, then_mlp)
         y = x
         if selection.index.shape[1] > 0:
             kept = selection.gather(x)
             gate = None if gates.kept is None else selection.gather(gates.kept)
-            y = selection.scatter(x, self._combine(kept, branch(kept, False), gate, block, then_mlp))
+            update = self._combine(kept, branch(kept, False), gate, block, then_mlp, gates.straight_through)
+            y = selection.scatter(x, update)
         if self.bypass.identity or selection.keeps_all:
             return y
         rest = selection.complement()
@@ -294,7 +302,7 @@ class RoutedLayer(nn.Module):
         then_mlp: bool,
     ) -> Tensor:
         assert isinstance(self.bypass, Bypass)
-        y = self._combine(x, branch(x, True), gates.kept, block, then_mlp)
+        y = self._combine(x, branch(x, True), gates.kept, block, then_mlp, gates.straight_through)
         rest = x
         if not self.bypass.identity:
             update = _times(self.bypass.update(x, block), gates.bypassed)
@@ -303,11 +311,20 @@ class RoutedLayer(nn.Module):
             rest = x + update
         return y if gates.every_token else torch.where(selection.mask().unsqueeze(-1), y, rest)
 
-    def _combine(self, x: Tensor, update: Tensor, gate: Tensor | None, block: Block, then_mlp: bool = False) -> Tensor:
+    def _combine(
+        self,
+        x: Tensor,
+        update: Tensor,
+        gate: Tensor | None,
+        block: Block,
+        then_mlp: bool = False,
+        straight_through: bool = False,
+    ) -> Tensor:
         """x + g (update [+ MLP]), or with target=output x + g (x + update [+ MLP])."""
-        if gate is None and self.scaling.target == "update":
+        if self.scaling.target == "update" and (gate is None or straight_through):
             h = x + update  # the dense block's own order of additions, so that keeping everything is the dense block
-            return h + block.mlp(h) if then_mlp else h
+            y = h + block.mlp(h) if then_mlp else h
+            return y if gate is None else y + _times(y - x, gate - gate.detach())
         if then_mlp:
             update = update + block.mlp(x + update)
         if self.scaling.target == "output":

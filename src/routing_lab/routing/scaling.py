@@ -78,14 +78,14 @@ class StraightThrough(Scaling):
         if not (self.training and scores.requires_grad):
             return Gates()
         if selection.relaxed is not None and self.form != "stop_gradient":
-            return Gates(kept=selection.relaxed, every_token=self.form == "mask")
+            return Gates(selection.relaxed, every_token=self.form == "mask", straight_through=True)
         surrogate = normalized(scores, selection, self.normalize)
         if self.form == "stop_gradient":
-            return Gates(kept=1 + 0 * surrogate)
-        through = surrogate - surrogate.detach()  # exactly zero, so that the forward pass is exactly that of `none`
+            return Gates(1 + 0 * surrogate, straight_through=True)
+        through = surrogate - surrogate.detach()  # exactly zero
         if self.form == "value":
-            return Gates(kept=1 + through)
-        return Gates(kept=selection.mask().to(scores.dtype) + through, every_token=True)
+            return Gates(1 + through, straight_through=True)
+        return Gates(selection.mask().to(scores.dtype) + through, every_token=True, straight_through=True)
 
 
 class SoftMix(Scaling):
