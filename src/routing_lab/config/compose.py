@@ -167,11 +167,11 @@ class Composer:
             known = [str(name) for name in node if name != "hydra"]
             if not parent:
                 known += [group for group in (*REQUIRED_GROUPS, "method") if group not in known]
-            return Problem(key, value, f"no such key; {alternatives(last, known, 'known: ')}")
+            return Problem(key, value, f"no such key; {alternatives(last, known, 'known: ', most=12)}")
         if not isinstance(node, DictConfig):
             top = key.split(".")[0]
             tops = [str(name) for name in config if name != "hydra"]
-            return Problem(key, value, f"no such key; {alternatives(top, tops, 'known: ')}")
+            return Problem(key, value, f"no such key; {alternatives(top, tops, 'known: ', most=12)}")
         return Problem(key, value, _reason(error))
 
 
