@@ -192,6 +192,12 @@ def test_says_what_it_is(method: str) -> None:
     assert set(chosen(method)) == set(members.AXES), "every axis is stated"
 
 
+def test_documentation_has_a_row_for_every_method() -> None:
+    table = (conf_path().parent / "docs" / "methods.md").read_text()
+    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    assert sorted(name for cell in cells for name in cell.replace("`", "").replace(",", " ").split()) == sorted(FILES)
+
+
 def test_controls_differ_from_their_reference_in_what_they_control() -> None:
     own = ("method", "name", "_target_")
 
