@@ -63,11 +63,17 @@ def test_a_loss_from_outside_is_a_function_of_a_trace(tmp_path: Path, monkeypatc
         (["losses=null"], "losses = null: takes names"),
         (["losses.ratio.weight=1"], "losses=ratio is not chosen; add it, as in losses=[ratio]"),
         (["losses=ratio", "losses.ratio.weight=-1", *LINEAR], "losses.ratio.weight = -1: must be a number at least 0"),
-        (["losses=ratio", "losses.ratio.over=all", *LINEAR], "losses.ratio.over = all: must be one of sample, batch, layers"),
+        (
+            ["losses=ratio", "losses.ratio.over=all", *LINEAR],
+            "losses.ratio.over = all: must be one of sample, batch, layers",
+        ),
         (["losses=ratio", "losses.ratio.target=[0.5,0.4]", *LINEAR], "has 2 entries for 3 routed layers"),
         (["losses=z"], "losses = z: reads a learned router's logits, and router=amod has none"),
         (["losses=load", *LINEAR], "losses = load: reads attend probabilities"),
-        (["losses=ratio", "router=mlp", "capacity=argmax"], "losses.ratio.target = null: capacity=argmax aims at no fraction"),
+        (
+            ["losses=ratio", "router=mlp", "capacity=argmax"],
+            "losses.ratio.target = null: capacity=argmax aims at no fraction",
+        ),
         (
             ["method=dynamicvit", "placement.layers=[1,3,4]", "recipe=dynamicvit"],
             "train.distill_teacher = initial: init=scratch starts from random weights",

@@ -51,7 +51,9 @@ def test_ratio_is_the_squared_distance_of_the_mean_decision(router: str) -> None
 
 
 def test_ratio_pulls_towards_the_capacity_by_default() -> None:
-    trace = trace_of("router=linear", "scaling=multiply", "capacity.fraction=[0.25,0.75]", "placement=list", "placement.layers=[1,2]")
+    trace = trace_of(
+        "router=linear", "scaling=multiply", "capacity.fraction=[0.25,0.75]", "placement=list", "placement.layers=[1,2]"
+    )
     assert [trace[layer].fraction for layer in range(DEPTH)] == [None, 0.25, 0.75, None]
     torch.testing.assert_close(ratio_loss(trace), ratio_loss(trace, target=[0.25, 0.75]))
 
@@ -152,7 +154,9 @@ def test_padding_does_not_count() -> None:
     torch.testing.assert_close(z_loss(trace), torch.stack(expected).mean())
     share = (part.counts - 1) / PATCHES
     assert ratio_loss(trace, target=0.5).item() == pytest.approx(
-        torch.stack([((trace[1].counts - 1) / PATCHES - 0.5).square().mean(), (share - 0.5).square().mean()]).mean().item()
+        torch.stack([((trace[1].counts - 1) / PATCHES - 0.5).square().mean(), (share - 0.5).square().mean()])
+        .mean()
+        .item()
     )
 
 

@@ -103,7 +103,10 @@ def test_evaluation_keeps_a_fixed_number_of_the_initial_patches() -> None:
 
 
 def test_the_power_schedule_is_a_power() -> None:
-    aimed = [Gumbel(spec(rank=rank, num_routed=3), scale="logit", fraction=0.7, depth_schedule="power").fraction for rank in range(3)]
+    aimed = [
+        Gumbel(spec(rank=rank, num_routed=3), scale="logit", fraction=0.7, depth_schedule="power").fraction
+        for rank in range(3)
+    ]
     assert aimed == [0.7, 0.7**2, 0.7**3]
 
 
@@ -254,7 +257,9 @@ def test_a_trained_dense_checkpoint_loads_beside_the_predictors() -> None:
     names = [name for name in model.state_dict() if name.startswith("router.")]
     assert {name.split(".")[1] for name in names} == {"1", "2"}
     assert {name.split(".", 2)[2] for name in names} == {
-        f"{part}.{kind}" for part in ("in_norm", "in_fc", "out_fc1", "out_fc2", "out_fc3") for kind in ("weight", "bias")
+        f"{part}.{kind}"
+        for part in ("in_norm", "in_fc", "out_fc1", "out_fc2", "out_fc3")
+        for kind in ("weight", "bias")
     }
     assert isinstance(model.layers["1"].router.in_norm, nn.LayerNorm)
     assert model.layers["1"].router.in_norm.eps == 1e-5
@@ -284,5 +289,7 @@ def test_stages_of_another_depth_are_explained() -> None:
 def test_a_decoder_is_not_masked() -> None:
     with pytest.raises(ConfigError, match="bypass"):
         routing_lab.route(llama(), ["router=linear", "capacity=gumbel", "bypass=drop", "bypass.train=mask"])
-    model = routing_lab.route(llama(), ["router=linear", "capacity=gumbel", "scaling=straight_through", "scaling.form=mask"])
+    model = routing_lab.route(
+        llama(), ["router=linear", "capacity=gumbel", "scaling=straight_through", "scaling.form=mask"]
+    )
     assert torch.isfinite(model.train()(token_ids())).all()

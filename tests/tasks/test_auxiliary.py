@@ -30,7 +30,9 @@ def losses(*overrides: str) -> dict[str, LossConfig]:
 def test_losses_are_added_with_their_weights_and_told_without() -> None:
     model = build_model(load([*SMALL, "router=linear", "scaling=multiply"]).config, 10)
     _, trace = model(torch.randn(2, 3, 8, 8), return_trace=True)
-    chosen = AuxiliaryLosses(losses("losses=[ratio,z]", "losses.ratio.weight=3", "losses.ratio.target=0.9", "losses.z.weight=0.5"))
+    chosen = AuxiliaryLosses(
+        losses("losses=[ratio,z]", "losses.ratio.weight=3", "losses.ratio.target=0.9", "losses.z.weight=0.5")
+    )
     total, values = chosen(trace, 0.2)
     assert chosen.names == list(values) == ["ratio", "z"]
     torch.testing.assert_close(values["ratio"], ratio_loss(trace, target=0.9))
@@ -56,7 +58,7 @@ def some_tokens(x: Tensor, **options: Tensor) -> Tokens:
 def test_tokens_are_compared_where_they_are_left() -> None:
     teacher = some_tokens(torch.randn(2, 4, 6))
     x = torch.randn(2, 3, 6)
-    # Patches 0 and 2 of the first sample are tokens 1 and 2, patch 1 is gone; in the second patch 1 and 2 share token 2.
+    # In the first sample patch 1 is gone, and 2 is token 2; in the second, patches 1 and 2 share token 2.
     student = some_tokens(x, source=torch.tensor([[0, 1, -1, 2], [0, 1, 2, 2]]))
     pairs = [(x[0, 1], 0, 1), (x[0, 2], 0, 3), (x[1, 1], 1, 1), (x[1, 2], 1, 2), (x[1, 2], 1, 3)]
     squares = torch.stack([(found - teacher.x[row, column]).square().mean() for found, row, column in pairs]).mean()
