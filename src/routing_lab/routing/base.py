@@ -93,7 +93,9 @@ class Router(nn.Module, ABC):
         needed = self.traits.attention
         if not needed:
             return None
-        return StatisticsRequest(**dict.fromkeys(needed, True))
+        return StatisticsRequest(
+            received="received" in needed, class_row="class_row" in needed, value_norm="value_norm" in needed
+        )
 
     @abstractmethod
     def score(self, inputs: RouterInput) -> Tensor:
@@ -166,8 +168,9 @@ class Capacity(nn.Module, ABC):
     Args:
         order: whether the highest or the lowest scores are kept.
         protect: prefix tokens that are always kept and count towards the budget: `none`, `class` or all of `prefix`.
-        persist: `per_layer`: every layer chooses among all tokens, so that a bypassed one may return (Mixture-of-Depths);
-            `hierarchical`: only among those that the routed layer before it kept (Mixture-of-Recursions).
+        persist: `per_layer`: every layer chooses among all tokens, so that a bypassed one may return
+            (Mixture-of-Depths); `hierarchical`: only among those that the routed layer before it kept
+            (Mixture-of-Recursions).
     """
 
     traits: ClassVar[CapacityTraits] = CapacityTraits()

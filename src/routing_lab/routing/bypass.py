@@ -119,16 +119,16 @@ class Fuse(Reduction):
 
 
 class Ponder(Reduction):
-    """Early exit: tokens that are not kept have halted and are computed no more, and what they gave to the output stays.
+    """Early exit: tokens that are not kept have halted and are computed no more, what they gave to the output stays.
 
-    A token's output is a mean of the states in which it entered the routed layers, weighted by the halting mass spent before
-    each (A-ViT, Yin et al. 2022, Eq. 9 and 10): on halting it gives its present state all the mass it has left. The head
-    reads the outputs of all tokens that entered the first layer. With a router that knows no halting, a token spends its
-    mass at once when it is not kept: its output is its last state.
+    A token's output is a mean of the states in which it entered the routed layers, weighted by the halting mass spent
+    before each (A-ViT, Yin et al. 2022): on halting it gives its present state all the mass it has left. The head reads
+    the outputs of all tokens that entered the first layer. With a router that knows no halting, a token spends its mass
+    at once when it is not kept: its output is its last state.
 
     Args:
-        average: `all`: as above for every token; `prefix`: for the class token and its like, while the output of a patch is
-            its last state (the paper).
+        average: `all`: as above for every token; `prefix`: for the class token and its like, while the output of a
+            patch is its last state (the paper).
     """
 
     traits: ClassVar[BypassTraits] = members.BYPASSES["ponder"]
@@ -147,9 +147,9 @@ class Ponder(Reduction):
 class PonderMasked(Masking):
     """`ponder` as A-ViT's code runs it: halted tokens stay in the sequence, hidden, and nothing is saved.
 
-    A hidden token enters the block as zero, of which the backward pass knows nothing: x + stop(x m - x). Inside, biases and
-    attention to visible tokens give it a state again, which reaches no visible token and no output, but whose halting score
-    counts in the released prior loss.
+    A hidden token enters the block as zero, of which the backward pass knows nothing: x + stop(x m - x). Inside, biases
+    and attention to visible tokens give it a state again, which reaches no visible token and no output, but whose
+    halting score counts in the released prior loss.
 
     Args:
         average: as for `ponder`.

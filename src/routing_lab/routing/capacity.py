@@ -250,18 +250,18 @@ class Gumbel(FractionCapacity):
 
 
 class InverseTransform(FractionCapacity):
-    """Samples tokens in proportion to their scores, deterministically, and keeps each that is hit (ATS, Fayyaz et al. 2022).
+    """Samples tokens in proportion to their scores, without chance, and keeps each that is hit (ATS, Fayyaz et al. 2022).
 
-    The cumulative sums of the scores of the unprotected tokens, moved and scaled to [0, 1], are inverted at K points, K =
-    fraction x N rounded: each point hits the token whose cumulative sum is nearest, the first of equals. Tokens hit several
-    times are kept once: the more uneven the scores, the fewer tokens are kept. Protected tokens are kept besides.
+    The cumulative sums of the scores of the unprotected tokens, moved and scaled to [0, 1], are inverted at K points,
+    K = fraction x N rounded: each point hits the token whose cumulative sum is nearest, the first of equals. Tokens hit
+    several times are kept once: the more uneven the scores, the fewer are kept. Protected tokens are kept besides.
 
     Args:
-        points: `ends`: c_1 + (1 - c_1) k / (K - 1), k = 0 .. K - 1, with c_1 the smallest positive cumulative sum (ATS's
-            code); `middles`: (2 k + 1) / (2 K) (the paper).
+        points: `ends`: c_1 + (1 - c_1) k / (K - 1), k = 0 .. K - 1, with c_1 the smallest positive cumulative sum
+            (ATS's code); `middles`: (2 k + 1) / (2 K) (the paper).
         sort: sum up from the smallest score to the largest (ATS's code); false: in the order of the tokens (the paper).
         at_least: smallest K, as far as there are tokens.
-        count: N is the number of unprotected tokens that enter the layer (`current`) or that entered the first (`initial`).
+        count: N is the number of unprotected tokens that enter the layer (`current`) or entered the first (`initial`).
         others: as for every capacity with a fraction; the scope is always the sample.
     """
 

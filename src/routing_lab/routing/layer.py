@@ -287,10 +287,10 @@ class RoutedLayer(nn.Module):
             y = selection.scatter(x, update)
         if self.bypass.identity or selection.keeps_all:
             return y
-        rest = selection.complement()
-        x_rest = rest.gather(x)
-        gate = None if gates.bypassed is None else rest.gather(gates.bypassed)
-        return rest.scatter(y, x_rest + _times(self.bypass.update(x_rest, block), gate))
+        others = selection.complement()
+        x_rest = others.gather(x)
+        gate = None if gates.bypassed is None else others.gather(gates.bypassed)
+        return others.scatter(y, x_rest + _times(self.bypass.update(x_rest, block), gate))
 
     def _route_masked(
         self,

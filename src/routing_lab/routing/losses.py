@@ -111,10 +111,10 @@ def bce_auxiliary_loss(trace: Trace) -> Tensor:
 
 
 def ponder_loss(trace: Trace) -> Tensor:
-    """mean_i rho_i, rho_i = layers that ran token i + the halting mass it had when it entered the last of them (A-ViT, Eq. 7).
+    """mean_i rho_i, rho_i = layers that ran token i + the halting mass with which it entered the last of them (A-ViT).
 
-    The mean is over all tokens that entered the model. The number of layers is a constant: the gradient flows through the
-    mass alone, which stays one where the router knows no halting.
+    The mean is over all tokens that entered the model. The number of layers is a constant: the gradient flows through
+    the mass alone, which stays one where the router knows no halting.
     """
     remainder = mass = torch.ones_like(trace[0].origin, dtype=torch.float32)
     layers = ran(trace)
@@ -132,17 +132,17 @@ def halting_prior_loss(
     form: Literal["paper", "code"] = "paper",
     skip_first_sample: bool = False,
 ) -> Tensor:
-    """Divergence of the mean halting score of each layer from a Gaussian over the layers (A-ViT, Eq. 11).
+    """Divergence of the mean halting score of each layer from a Gaussian over the layers (A-ViT).
 
-    With p the layers' means, divided by their sum, and q the Gaussian's density at the layers' indices. Zero where the router
-    knows no halting.
+    With p the layers' means, divided by their sum, and q the Gaussian's density at the layers' indices. Zero where the
+    router knows no halting.
 
     Args:
         center, std: of the Gaussian, in zero-based layers.
         form: `paper`: KL(p | q), q divided by its sum; `code`: as released, KL(q | p) / L, q scaled so that its entries
             below `center` sum to 0.98, p clamped to [0.01, 0.99], and no loss where it is negative.
-        skip_first_sample: leave the batch's first sample out of the means, as the released slice h[1:] does, which meant
-            the class token; a batch of one sample then has no loss.
+        skip_first_sample: leave the batch's first sample out of the means, as the released slice h[1:] does, which
+            meant the class token; a batch of one sample then has no loss.
     """
     means = halting_means(trace, skip_first_sample)
     if len(means) == 0 or (skip_first_sample and len(trace[0].origin) == 1):
@@ -203,7 +203,7 @@ def kept_share(trace: Trace, layer: LayerTrace) -> Tensor:
 
 
 def _halting(trace: Trace) -> list[Tensor | None]:
-    """For each layer [B, N0] what each token that entered the model spent of its halting mass there; None: no halting."""
+    """For each layer [B, N0] what each token that entered the model spent of its halting mass; None: no halting."""
     after = positions(trace)[1:]
     return [
         None if layer.halting is None else at(layer.halting, position)

@@ -117,7 +117,7 @@ def merge(tokens: Tokens, matching: Matching) -> Tokens:
     A merged token keeps the origin of its target; `source` says everything that it stands for.
     """
     x, size = tokens.x, tokens.sizes()
-    batch, number, width = x.shape
+    batch, number, _ = x.shape
     joins = torch.ones_like(matching.index, dtype=torch.bool) if matching.valid is None else matching.valid
     gone = torch.zeros(batch, number, dtype=torch.bool, device=x.device).scatter(1, matching.index, joins)
     if tokens.valid is not None:
@@ -140,12 +140,14 @@ def merge(tokens: Tokens, matching: Matching) -> Tokens:
         slot = slot.clamp_max(order.shape[1] - 1)  # of a pair that is not merged, whose target may be padding
 
     def taken(values: Tensor, index: Tensor) -> Tensor:
-        return values.gather(1, index.unsqueeze(-1).expand(-1, -1, width)) if values.dim() == 3 else values.gather(1, index)
+        return values.gather(1, index.view(*index.shape, *[1] * (values.dim() - 2)).expand(*index.shape, *values.shape[2:]))
 
-    weighted, weight = x * size.unsqueeze(-1), joins.to(size.dtype)
-    joined = taken(weighted, matching.index) * weight.unsqueeze(-1)
-    total = taken(size, order).scatter_add(1, slot, taken(size, matching.index) * weight)
-    mean = taken(weighted, order).scatter_add(1, slot.unsqueeze(-1).expand_as(joined), joined) / total.unsqueeze(-1)
+    joining = taken(size, matching.index) * joins
+    total = taken(size, order).scatter_add(1, slot, joining)
+    # The mean as a step from the target towards those that join it, so that tokens which nobody joins stay as they are.
+    step = taken(x, matching.index) - taken(x, matching.target)
+    step = step * (joining / total.gather(1, slot)).unsqueeze(-1)
+    mean = taken(x, order).scatter_add(1, slot.unsqueeze(-1).expand_as(step), step)
     origin = taken(tokens.origins(), order)
     return replace(
         tokens,

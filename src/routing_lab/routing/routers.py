@@ -178,7 +178,7 @@ class ClassAttentionRouter(Router):
 
 
 class ValueAttentionRouter(ClassAttentionRouter):
-    """r_i = a_i |v_i| / sum_j a_j |v_j| over patches j, a the class token's attention in the source layer (ATS, Eq. 4).
+    """r_i = a_i |v_i| / sum_j a_j |v_j| over patches j, a the class token's attention in the source layer (ATS).
 
     |v_i| is the norm of the token's value over all heads together. No parameters.
 
@@ -189,7 +189,8 @@ class ValueAttentionRouter(ClassAttentionRouter):
     traits: ClassVar[RouterTraits] = members.ROUTERS["value_attention"]
 
     def score(self, inputs: RouterInput) -> Tensor:
-        assert inputs.attention is not None and inputs.attention.value_norm is not None
+        assert inputs.attention is not None
+        assert inputs.attention.value_norm is not None
         weight = super().score(inputs) * inputs.attention.value_norm
         patches = weight[:, inputs.tokens.num_prefix :]
         if inputs.tokens.valid is not None:
@@ -198,10 +199,10 @@ class ValueAttentionRouter(ClassAttentionRouter):
 
 
 class HaltingRouter(Router):
-    """r_i = 1 - sum of h over the routed layers so far, the halting mass a token has left (A-ViT, Yin et al. 2022, Eq. 4-6).
+    """r_i = 1 - sum of h over the routed layers so far, the halting mass a token has left (A-ViT, Yin et al. 2022).
 
-    After each routed layer a token spends h_i = sigmoid(gamma x_i[channel] - beta) of its mass, x_i being the state in which
-    it leaves. No parameters: one channel of the residual stream is the gate.
+    After each routed layer a token spends h_i = sigmoid(gamma x_i[channel] - beta) of its mass, x_i being the state in
+    which it leaves. No parameters: one channel of the residual stream is the gate.
 
     Args:
         gamma, beta: scale and shift of the gate.

@@ -84,7 +84,7 @@ class Tokens:
         return torch.ones(self.x.shape[:2], dtype=_at_least_float(self.x), device=self.x.device)
 
     def first_tokens(self) -> Tensor:
-        """[B, N] int64: of the tokens that entered the first layer the last one that each token stands for, -1 for none."""
+        """[B, N] int64: of the tokens that entered the first layer the last that each token stands for, -1 for none."""
         batch, tokens, _ = self.x.shape
         source = self.sources()
         slot = torch.where(source < 0, tokens, source)
