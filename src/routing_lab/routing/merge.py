@@ -22,17 +22,17 @@ from routing_lab.routing.tokens import Selection, Tokens
 
 
 class Merge(Reduction):
-    """Bipartite soft matching (ToMe): tokens that were not kept are gone, and of the kept ones the most similar are merged.
+    """Bipartite soft matching (ToMe): tokens that were not kept are gone, of the kept ones the most similar are merged.
 
     Similarity is the cosine of the keys of this layer, averaged over heads. Tokens at even positions are matched with
-    those at odd positions, see `bipartite_matching`. The prefix tokens take no part. Remaining tokens are ordered: prefix,
-    unmerged tokens at even positions, tokens at odd positions. The matching carries no gradient.
+    those at odd positions, see `bipartite_matching`. The prefix tokens take no part. Remaining tokens are ordered:
+    prefix, unmerged tokens at even positions, tokens at odd positions. The matching carries no gradient.
 
     Args:
         spec: the layer; its rank among the routed ones finds its number in a schedule.
         merged: tokens merged away in each layer (ToMe's r), a list with a number for each routed layer, or below 1 a
-            fraction of the tokens that entered the first layer. At most half of the tokens behind the prefix are merged.
-        inflect: slope of that number over depth, see `merge_schedule`: -1 decreasing to 0, 0 constant, 1 increasing from 0.
+            fraction of the tokens that entered the first layer. At most half of those behind the prefix are merged.
+        inflect: slope of that number over depth, see `merge_schedule`: -1 falls to 0, 0 is constant, 1 rises from 0.
         proportional: later layers add log(size) to the logits of each key.
     """
 
@@ -87,7 +87,7 @@ class Matching:
 
 @torch.no_grad()
 def bipartite_matching(metric: Tensor, count: int, num_prefix: int = 0, valid: Tensor | None = None) -> Matching:
-    """ToMe's matching: every token at an even position points at its most similar one at an odd position, best pairs first.
+    """ToMe's matching: every token at an even position points at its most similar at an odd one; the best pairs merge.
 
     Args:
         metric: [B, N, d], compared by cosine.
@@ -140,7 +140,8 @@ def merge(tokens: Tokens, matching: Matching) -> Tokens:
         slot = slot.clamp_max(order.shape[1] - 1)  # of a pair that is not merged, whose target may be padding
 
     def taken(values: Tensor, index: Tensor) -> Tensor:
-        return values.gather(1, index.view(*index.shape, *[1] * (values.dim() - 2)).expand(*index.shape, *values.shape[2:]))
+        wide = index.view(*index.shape, *[1] * (values.dim() - 2))
+        return values.gather(1, wide.expand(*index.shape, *values.shape[2:]))
 
     joining = taken(size, matching.index) * joins
     total = taken(size, order).scatter_add(1, slot, joining)
