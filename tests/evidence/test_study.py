@@ -110,6 +110,8 @@ def test_study_reads_from_its_file_and_composes_overrides(tmp_path: Path, study:
         "scaling.name=none",
         "train.epochs=1",
     ]
+    larger = parse_study(content(scales__toy__arms={"dense": ["backbone=vit_mini"]}))
+    assert larger.overrides("dense", "toy") == ["data=digits", "router=dense", "backbone=vit_mini"]
     with pytest.raises(StudyError, match="scale='paper': one of toy"):
         loaded.overrides("dense", "paper")
     assert loaded.key("toy") == "confound.toy"
@@ -146,6 +148,8 @@ def test_study_reads_from_its_file_and_composes_overrides(tmp_path: Path, study:
         ({"factors__scaling": None}, "two crossed factors"),
         ({"factors__scaling__levels__none": ["linear_none", "dense"]}, "one arm is expected at attention and none"),
         ({"arms__dense": ["router=dense", "seed=3"]}, "the study sets seed"),
+        ({"common": ["study=x"]}, "common=['study=x']: the study sets seed"),
+        ({"scales__toy__arms": {"mod": []}}, "scales.toy.arms=['mod']: no such arm"),
         ({"scales": {"huge": CONTENT["scales"]["toy"]}}, "huge"),
     ],
 )

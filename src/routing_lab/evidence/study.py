@@ -164,9 +164,13 @@ class EqualAccuracy(_Strict):
 
 
 class ScaleSettings(_Strict):
-    """How the study is run at one scale, and what a cell is expected to cost there."""
+    """How the study is run at one scale, and what a cell is expected to cost there.
+
+    `arms` adds overrides to single arms, where what they stand for depends on the size of the model.
+    """
 
     overrides: Overrides
+    arms: dict[Text, Overrides] = Field(default_factory=dict)
     seconds_per_cell: float = Field(gt=0)
     machine: Text
 
@@ -192,7 +196,8 @@ class Study(_Strict):
 
     def overrides(self, arm: str, scale: str, extra: Iterable[str] = ()) -> list[str]:
         """The command-line overrides of an arm at a scale, without the seed; later ones win."""
-        return [*self.common, *self.scales[self.scale(scale)].overrides, *self.arms[arm], *extra]
+        settings = self.scales[self.scale(scale)]
+        return [*self.common, *settings.overrides, *self.arms[arm], *settings.arms.get(arm, []), *extra]
 
     def key(self, scale: str) -> str:
         """What the records of the study at a scale carry as `study`: `<name>.<scale>`."""
@@ -442,12 +447,16 @@ def _arm_problems(study: Study) -> list[str]:
             check(f"factors.{name}.levels.{level}", arms)
     if study.equal_accuracy:
         check("equal_accuracy", [*study.equal_accuracy.curve, study.equal_accuracy.reference])
+    for scale, settings in study.scales.items():
+        check(f"scales.{scale}.arms", settings.arms)
     if len(set(study.seeds)) != len(study.seeds):
         problems.append(f"seeds={study.seeds}: every seed once is expected")
-    for arm, overrides in study.arms.items():
+    everywhere = [(f"arms.{arm}", overrides) for arm, overrides in study.arms.items()]
+    everywhere += [(f"scales.{scale}.overrides", settings.overrides) for scale, settings in study.scales.items()]
+    for where, overrides in [*everywhere, ("common", study.common)]:
         taken = [text for text in overrides if re.match(r"[+~]*(seed|study|arm)=", text)]
         if taken:
-            problems.append(f"arms.{arm}={taken}: the study sets seed, study and arm itself")
+            problems.append(f"{where}={taken}: the study sets seed, study and arm itself")
     return problems
 
 

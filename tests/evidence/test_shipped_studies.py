@@ -1,0 +1,49 @@
+"""Every study in `experiments/`: checked, composed at each of its scales, and controlled where it says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from routing_lab.config import Composer, ConfigError, check_overrides
+from routing_lab.evidence.claims import load_claims
+from routing_lab.evidence.study import check_arms, load_study
+
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+STUDIES = sorted(path for path in EXPERIMENTS.glob("*.yaml") if path.stem != "claims")
+
+
+@pytest.fixture(scope="module")
+def composer() -> Composer:
+    return Composer()
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+def test_study_composes_and_its_contrasts_are_what_they_say(path: Path, composer: Composer) -> None:
+    study = load_study(path)
+    assert {"toy", "paper"} <= set(study.scales)
+    assert len(study.seeds) >= 3
+    for scale in study.scales:
+        # The data sets of the papers need not be here; everything else has to be right without them.
+        stand_in = ["data=planted"] if scale == "paper" else []
+        configs = {}
+        for arm in study.arms:
+            overrides = [*study.overrides(arm, scale), "seed=0", *stand_in]
+            configs[arm] = check_overrides(composer, overrides).resolved
+        check_arms(study, configs)
+    assert missing_keys(composer, study.overrides(study.reference, "paper")) <= {"data.root"}
+
+
+def missing_keys(composer: Composer, overrides: list[str]) -> set[str]:
+    """Keys that a configuration is refused for; none when it can be run."""
+    try:
+        check_overrides(composer, overrides)
+    except ConfigError as error:
+        return {problem.key for problem in error.problems}
+    return set()
+
+
+def test_claims_name_studies_that_exist() -> None:
+    named = {test.study for claim in load_claims(EXPERIMENTS / "claims.yaml") for test in claim.tests}
+    assert named <= {path.stem for path in STUDIES}
