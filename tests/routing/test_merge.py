@@ -139,6 +139,15 @@ def test_merged_tokens_are_gated_by_the_mean_of_what_they_stand_for() -> None:
     torch.testing.assert_close(seen["gated"][1], expected)
 
 
+def test_random_attention_scores_tokens_and_leaves_the_matching_alone() -> None:
+    rule = ["method=tome", "router=cls_attention", "bypass.merged=3"]
+    trained, random = (routed([*rule, f"router.attention={kind}"]) for kind in ("trained", "random"))
+    (logits, trace), (other, other_trace) = (model(images(), return_trace=True) for model in (trained, random))
+    assert not torch.equal(trace[0].scores, other_trace[0].scores)
+    assert torch.equal(trace[3].source, other_trace[3].source)  # nothing is pruned
+    assert torch.equal(logits, other)
+
+
 def test_half_precision_and_autocast() -> None:
     model = routed(["method=tome", "bypass.merged=3"])
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -89,6 +89,7 @@ def attention_statistics(
     query_valid: Tensor | None = None,
     key_valid: Tensor | None = None,
     key_bias: Tensor | None = None,
+    trained_key: Tensor | None = None,
 ) -> AttentionStatistics:
     """The requested statistics of softmax(scale * query key^T + key_bias).
 
@@ -98,6 +99,7 @@ def attention_statistics(
         query_index: [B, N], key_index: [B, M], positions in the sequence; None: 0, 1, ...
         query_valid: [B, N], key_valid: [B, M] bool, False at padding; None: all are tokens.
         key_bias: [B, M] added to the logits of each key.
+        trained_key: [B, H, M, d], the keys that `key_mean` is of, where `key` are random ones; None: `key`.
 
     Raises:
         ValueError: if of a whole sequence no query is left to average over, or no key.
@@ -116,7 +118,7 @@ def attention_statistics(
         if request.class_row:
             result.class_row = _class_row(query, key, scale, bias, query_index, query_valid)
         if request.key_mean:
-            result.key_mean = key.mean(dim=1)
+            result.key_mean = (key if trained_key is None else trained_key.detach()).mean(dim=1)
         if request.value_norm:
             result.value_norm = _raise(value).square().sum(dim=(1, 3)).sqrt()
         return result

@@ -119,10 +119,19 @@ class ViTBlock(Block):
         query, key, value = self._split(attn.qkv(normed), 3)
         query, key = attn.q_norm(query), attn.k_norm(key)
         output = self._output(query, key, value, normed, _attention_mask(valid, key_bias, x))
+        trained_key = key
         if projection is not None:
             query, key = self._random_query_key(normed, normed, projection)
         statistics = attention_statistics(
-            query, key, value, attn.scale, request, query_valid=valid, key_valid=valid, key_bias=key_bias
+            query,
+            key,
+            value,
+            attn.scale,
+            request,
+            query_valid=valid,
+            key_valid=valid,
+            key_bias=key_bias,
+            trained_key=trained_key,
         )
         return output, statistics
 
@@ -146,6 +155,7 @@ class ViTBlock(Block):
         query = attn.q_norm(self._split(self._linear(normed_queries, 0, 1)))
         key, value = self._split(self._linear(normed_keys, 1, 3), 2)
         key = attn.k_norm(key)
+        trained_key = key
         if projection is not None:
             query, key = self._random_query_key(normed_queries, normed_keys, projection)
         return attention_statistics(
@@ -159,6 +169,7 @@ class ViTBlock(Block):
             query_valid=query_valid,
             key_valid=query_valid if keys is None else key_valid,
             key_bias=key_bias,
+            trained_key=trained_key,
         )
 
     def mlp(self, x: Tensor) -> Tensor:
