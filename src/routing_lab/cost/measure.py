@@ -69,10 +69,10 @@ def decoder_shape(config: Any, positions: int) -> ModelShape:
 
 
 def parameter_counts(model: nn.Module) -> dict[str, int]:
-    """`params`, all parameters, and `router_params`, those under `router.`: a record's cost entries."""
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    routers = sum(size for name, size in sizes.items() if name.startswith("router."))
-    return {"params": sum(sizes.values()), "router_params": routers}
+    """`params`, all parameters, and `router_params`, those named `router.` in checkpoints: a record's cost entries."""
+    named = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, nn.Parameter)}
+    routers = sum(parameter.numel() for name, parameter in named.items() if name.startswith("router."))
+    return {"params": sum(parameter.numel() for parameter in model.parameters()), "router_params": routers}
 
 
 def count_trace(counter: TokenCounter, trace: Trace) -> None:
