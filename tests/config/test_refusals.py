@@ -51,7 +51,7 @@ def refused(*overrides: str, config_dir: Path | None = None) -> list[str]:
         ("seed=true", "seed = true: must be a whole number"),
         ("train.epochs=two", "train.epochs = two: must be a whole number at least 0"),
         ("train.lr=inf", "train.lr = Infinity: must be a number"),
-        ("train.warmup_epochs=50", "train.warmup_epochs = 50: "),
+        ("train.backbone_freeze_epochs=50", "train.backbone_freeze_epochs = 50: "),
         ("wandb.mode=onlin", "wandb.mode = onlin: must be one of offline, online, disabled"),
         ("name=a/b", "name = a/b: must be text"),
         ("train=quick", "train = quick: "),
@@ -227,6 +227,7 @@ def test_a_fill_policy_and_another_source_make_consecutive_layers_possible() -> 
         ("capacity.fraction=1", "keeps every token"),
         ("capacity.fraction_last=0.2", "capacity.fraction_last has no effect"),
         ("capacity.warmup=0.5 train.epochs=0", "capacity.warmup has no effect"),
+        ("train.epochs=2", "train.warmup_epochs=5 lasts as long as training (train.epochs=2)"),
         ("capacity=threshold", "hardly any token is kept"),
     ],
 )

@@ -586,6 +586,15 @@ def capacity_routes(
             )
 
 
+def warmup_ends(train: TrainConfig) -> Iterator[str]:
+    """A learning rate that is still warming up when training ends."""
+    if train.epochs and train.warmup_epochs >= train.epochs:
+        yield (
+            f"train.warmup_epochs={train.warmup_epochs:g} lasts as long as training (train.epochs={train.epochs}): the "
+            "learning rate never falls"
+        )
+
+
 def losses_change_something(
     losses: Mapping[str, LossConfig], router: RouterConfig, train: TrainConfig
 ) -> Iterator[str]:
@@ -609,6 +618,7 @@ REMARKS: tuple[Callable[..., Iterator[str]], ...] = (
     keys_without_effect,
     capacity_routes,
     losses_change_something,
+    warmup_ends,
 )
 
 

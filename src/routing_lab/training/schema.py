@@ -95,9 +95,9 @@ class TrainConfig(_Strict):
         """Whether there is a teacher."""
         return self.distill != "none" or self.distill_tokens != "none"
 
-    @field_validator("backbone_freeze_epochs", "warmup_epochs")
+    @field_validator("backbone_freeze_epochs")
     @classmethod
-    def _warmup_within_training(cls, value: float, info: ValidationInfo) -> float:
+    def _freeze_within_training(cls, value: float, info: ValidationInfo) -> float:
         epochs = info.data.get("epochs")
         if epochs and value > epochs:
             raise ValueError(f"expected at most train.epochs={epochs}")
