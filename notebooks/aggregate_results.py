@@ -27,7 +27,7 @@ from IPython.display import display
 
 from routing_lab.evidence import figures
 from routing_lab.evidence.records import read_records, to_frame
-from routing_lab.evidence.study import load_study, read_plan
+from routing_lab.evidence.study import load_study, read_plans
 from routing_lab.evidence.tables import pairwise_table, sweep_table
 from routing_lab.evidence.verdict import effects_table, evaluate, verdict_text
 
@@ -88,7 +88,7 @@ Planned studies, and study files that a record names, with the verdict that thei
 """
 
 # %%
-plans = [read_plan(path) for path in sorted(Path(runs).glob("studies/*.json"))]
+plans = read_plans(runs)
 results = [evaluate(plan.study, records, plan=plan) for plan in plans]
 planned = {plan.study.name for plan in plans}
 for name in sorted({str(record["study"]).split(".")[0] for record in records if record["study"]} - planned):

@@ -59,10 +59,10 @@ def _parser() -> argparse.ArgumentParser:
 def _of_folder(options: argparse.Namespace) -> tuple[Report, Path]:
     from routing_lab.evidence.records import read_records
     from routing_lab.evidence.report import build_report
-    from routing_lab.evidence.study import read_plan
+    from routing_lab.evidence.study import read_plans
 
     records = _not_empty(read_records(options.target), options.target)
-    plans = [read_plan(path) for path in sorted((options.target / "studies").glob("*.json"))]
+    plans = read_plans(options.target)
     studies = _named_studies(options.experiments, records)
     claims = _claims(options) if plans or studies else []
     return build_report(records, plans=plans, studies=studies, claims=claims), options.target / "report"

@@ -191,6 +191,7 @@ def test_planned_study_is_judged_by_its_plan(runs: Path, tmp_path: Path, capsys:
     records = [record for record in read_records(runs) if record["study"]]
     cells = tuple(Cell(record["arm"], record["seed"], record["run_id"]) for record in records)
     Plan(parse_study(CONTENT), "toy", cells).write(runs)
+    (runs / "studies" / "confound.toy.verdict.json").write_text("{}")
     assert command.main([str(runs), "--csv", "--experiments", str(tmp_path / "none")]) == 0
     assert "Study confound (scale: toy): supports" in capsys.readouterr().out
 

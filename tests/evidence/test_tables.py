@@ -112,7 +112,7 @@ def test_cells_are_listed_where_they_fit(tmp_path: Path) -> None:
     table = sweep_table(records)
     assert table.cells.column("seed") == [0, 1, 2, 3]
     assert table.cells.column("status") == ["finished"] * 3 + ["failed"]
-    assert table.cells.column("value")[:3] == [record["metrics"]["test/acc"] for record in records[:3]]
+    assert table.cells.column("test/acc")[:3] == [record["metrics"]["test/acc"] for record in records[:3]]
     assert "Cells:" in render_plain(table)
     write_arms(tmp_path, ARMS | {"amod": (AMOD, 0.9)}, range(4, 16))
     assert "Cells:" not in render_plain(sweep_table(read_records(tmp_path)))

@@ -57,7 +57,7 @@ def metric(key: str) -> Metric:
     if last.endswith("params"):
         return Metric(key, last.replace("_", " "), "count", False)
     if last.endswith("seconds"):
-        return Metric(key, key, "seconds", False)
+        return Metric(key, f"{last.removesuffix('_seconds')}, s", "seconds", False)
     is_cost = any(word in last for word in ("loss", "ppl", "perplexity", "error", "memory", "bytes"))
     return Metric(key, key, "number", not is_cost)
 

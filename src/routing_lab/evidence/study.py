@@ -408,6 +408,13 @@ def plan_path(runs: Path | str, name: str, scale: str) -> Path:
     return Path(runs) / "studies" / f"{name}.{scale}.json"
 
 
+def read_plans(runs: Path | str) -> list[Plan]:
+    """The plans that stand in a folder of runs, ordered by name."""
+    paths = sorted((Path(runs) / "studies").glob("*.json"))
+    # Beside `<name>.<scale>.json` stands `<name>.<scale>.verdict.json`.
+    return [read_plan(path) for path in paths if path.stem.count(".") == 1]
+
+
 def read_plan(path: Path | str) -> Plan:
     """A plan as written.
 

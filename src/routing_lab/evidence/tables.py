@@ -463,19 +463,18 @@ def _arms_table(
 
 
 def _cells_table(arms: Sequence[Arm], shown: formatting.Metric, caption: str) -> Table:
-    validation = formatting.metric(shown.key.replace("test/", "val/", 1))
+    keys = dict.fromkeys((shown.key, shown.key.replace("test/", "val/", 1), "cost/train_seconds"))
+    shown_metrics = [formatting.metric(key) for key in keys]
     rows = []
     for arm in arms:
         for seed, record in sorted(arm.cells.items()):
-            measured = [metric_of(record, key) for key in (shown.key, validation.key, "cost/train_seconds")]
-            rows.append((arm.label, seed, record["status"], *measured, record["name"]))
+            values = [metric_of(record, column.key) for column in shown_metrics]
+            rows.append((arm.label, seed, record["status"], *values, record["name"]))
     columns = (
         Column("arm", "arm"),
         Column("seed", "seed", "count"),
         Column("status", "status"),
-        Column("value", shown.heading, shown.kind),
-        Column("val_value", validation.heading, validation.kind),
-        Column("train_seconds", "train, s", "seconds"),
+        *(Column(column.key, column.heading, column.kind) for column in shown_metrics),
         Column("run", "run", is_detail=True),
     )
     return Table("cells", f"Cells: {caption}", columns, tuple(rows))

@@ -71,9 +71,11 @@ class Effect:
 
     @property
     def sign_text(self) -> str:
-        """`positive`, `negative`, `undecided`, or `unknown` without an estimate."""
+        """`positive`, `negative`, `undecided`; `none` where a counted quantity is equal; `unknown` without estimate."""
         if math.isnan(self.low):
             return "unknown"
+        if self.is_exact and self.sign == 0:
+            return "none"
         return {1: "positive", -1: "negative", 0: "undecided"}[self.sign]
 
 
@@ -248,7 +250,7 @@ def effects_table(result: StudyResult) -> Table:
     )
     rule = f"sign where the interval excludes none and p (Holm) is at most {1 - decision.level:g}"
     notes = (
-        f"accuracies in percentage points, paired by seed, t interval; observed: "
+        f"accuracies in percentage points; paired by seed, t interval; observed: "
         f"{rule if decision.adjust == 'holm' else 'sign where the interval excludes none'}; "
         "controlled: the arms differ in the declared key alone",
     )
