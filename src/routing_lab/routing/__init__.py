@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         Trace,
     )
     from routing_lab.routing.model import RoutedModel
-    from routing_lab.routing.tokens import Selection, Tokens
+    from routing_lab.routing.tokens import Selection, Tokens, unmerge
 
 __all__ = [
     "Bypass",
@@ -39,9 +39,10 @@ __all__ = [
     "Selection",
     "Tokens",
     "Trace",
+    "unmerge",
 ]
 
-_MODULES = {"RoutedModel": "model", "Selection": "tokens", "Tokens": "tokens"}
+_MODULES = {"RoutedModel": "model", "Selection": "tokens", "Tokens": "tokens", "unmerge": "tokens"}
 
 
 def __getattr__(name: str) -> Any:
