@@ -90,6 +90,10 @@ def test_what_cannot_mean_anything_is_refused(overrides: list[str], line: str) -
         (["router=dense", "losses=ratio"], "losses=ratio has no effect: router=dense routes nothing"),
         (["losses=ratio"], "losses=ratio adds a constant: the decision of router=amod carries no gradient"),
         (["losses=z", *LINEAR, "train.epochs=0"], "losses=z has no effect without training (train.epochs=0)"),
+        (
+            ["recipe=dynamicvit", "init=dense", "train.epochs=1"],
+            "train.backbone_freeze_epochs=5 lasts as long as training (train.epochs=1): only the routers learn",
+        ),
     ],
 )
 def test_what_changes_nothing_is_said(overrides: list[str], line: str) -> None:

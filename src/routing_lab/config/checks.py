@@ -587,11 +587,16 @@ def capacity_routes(
 
 
 def warmup_ends(train: TrainConfig) -> Iterator[str]:
-    """A learning rate that is still warming up when training ends."""
+    """A learning rate that is still warming up, or a backbone that is still held, when training ends."""
     if train.epochs and train.warmup_epochs >= train.epochs:
         yield (
             f"train.warmup_epochs={train.warmup_epochs:g} lasts as long as training (train.epochs={train.epochs}): the "
             "learning rate never falls"
+        )
+    if train.epochs and train.backbone_freeze_epochs >= train.epochs:
+        yield (
+            f"train.backbone_freeze_epochs={train.backbone_freeze_epochs} lasts as long as training "
+            f"(train.epochs={train.epochs}): only the routers learn"
         )
 
 

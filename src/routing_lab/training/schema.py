@@ -95,14 +95,6 @@ class TrainConfig(_Strict):
         """Whether there is a teacher."""
         return self.distill != "none" or self.distill_tokens != "none"
 
-    @field_validator("backbone_freeze_epochs")
-    @classmethod
-    def _freeze_within_training(cls, value: float, info: ValidationInfo) -> float:
-        epochs = info.data.get("epochs")
-        if epochs and value > epochs:
-            raise ValueError(f"expected at most train.epochs={epochs}")
-        return value
-
 
 class ScratchInit(_Strict):
     """Random weights from the initialisation stream of the seed."""
