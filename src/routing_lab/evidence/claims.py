@@ -17,7 +17,7 @@ NOT_RUN = "not run"
 """Verdict of a claim none of whose studies has all its cells."""
 
 
-class Test(BaseModel):
+class ClaimTest(BaseModel):
     """A study that bears on a claim. `is_opposite`: the study's hypothesis is that the claim is wrong."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -38,7 +38,7 @@ class Claim(BaseModel):
 
     claim: Annotated[str, Field(min_length=1)]
     source: Annotated[str, Field(min_length=1)]
-    tests: Annotated[list[Test], Field(min_length=1)]
+    tests: Annotated[list[ClaimTest], Field(min_length=1)]
 
 
 @dataclass(frozen=True)
