@@ -175,7 +175,8 @@ def _launch(planned: PlannedStudy, missing: Sequence[int]) -> tuple[int, list[st
     """Run cells through Hydra's launcher; returns the exit code and a line for each that did not finish."""
     folder = planned.runs / "sweeps" / planned.plan.study.key(planned.plan.scale)
     jobs = [planned.jobs[i] for i in missing]
-    config = planned.composer.multirun_config([*planned.hydra, f"hydra.sweep.dir={folder}", f"paths.runs={planned.runs}"])
+    own = ["hydra.mode=MULTIRUN", f"hydra.sweep.dir={folder}", f"paths.runs={planned.runs}"]
+    config = planned.composer.multirun_config([*planned.hydra, *own])
     threads = shared_threads(config.hydra.launcher, len(jobs))
     if threads is not None:
         jobs = [[*overrides, f"runtime.threads={threads}"] for overrides in jobs]
