@@ -45,7 +45,6 @@ def test_the_four_recipes_are_shipped() -> None:
         ("accumulate", 3),
         ("schedule", "cosin"),
         ("min_lr", 1.0),
-        ("warmup_epochs", 1000),
         ("precision", 64),
         ("compile", "yes"),
         ("ema_decay", 1.0),
