@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -71,6 +73,48 @@ def test_rerun_starts_afresh_and_keeps_the_old_run(run: Run, capsys: pytest.Capt
     aside = list((first["folder"].parent / ".replaced").iterdir())
     assert [(path / "run.json").exists() for path in aside] == [True]
     assert str(aside[0]) in capsys.readouterr().out
+
+
+HOLD_AND_FINISH = """
+import os, sys, time
+from pathlib import Path
+from routing_lab.training.store import RunFolder
+folder = RunFolder(sys.argv[1])
+with folder.lock(print):
+    print("held", flush=True)
+    sys.stdin.readline()
+    os.replace(folder.path / "elsewhere.json", folder.record)
+"""
+
+
+def test_a_run_that_another_process_finishes_is_waited_for(
+    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder(run()["folder"])
+    folder.record.rename(folder.path / "elsewhere.json")
+    other = subprocess.Popen(
+        [sys.executable, "-c", HOLD_AND_FINISH, str(folder.path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert other.stdout is not None
+        assert other.stdin is not None
+        assert other.stdout.readline() == "held\n"
+        stdin = other.stdin
+
+        def told(line: str) -> None:
+            print(line)
+            print("finish", file=stdin, flush=True)
+
+        monkeypatch.setattr("routing_lab.training.run._say", told)
+        result = run()
+    finally:
+        other.kill()
+        other.communicate()
+    assert (result["status"], result["trained"]) == ("finished", False)
+    assert "is working on this run" in capsys.readouterr().out
 
 
 def test_a_failure_is_returned_and_its_traceback_kept(run: Run) -> None:

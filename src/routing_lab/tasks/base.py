@@ -53,7 +53,7 @@ class RoutedTask(pl.LightningModule):
         if train.ema_decay is not None:
             self.ema = ModelEmaV3(model, decay=train.ema_decay)
             # For averages in bfloat16, which these are not; a generator cannot be sent to another process.
-            self.ema._sr_generator = None
+            self.ema._sr_generator = None  # type: ignore[assignment]
         self.measured: dict[str, float] = {}
         self.num_examples = 0
         self.routing = RoutingMeter(getattr(model, "routed_layers", ()))
@@ -73,7 +73,7 @@ class RoutedTask(pl.LightningModule):
 
     # --- optimisation ---
 
-    def configure_optimizers(self) -> dict[str, Any]:
+    def configure_optimizers(self) -> Any:
         total = int(self.trainer.estimated_stepping_batches)
         self._total_steps = max(1, total)
         optimizer = build_optimizer(self.model, self.train_config)
@@ -100,7 +100,6 @@ class RoutedTask(pl.LightningModule):
             scheduler: Any = self.lr_schedulers()
             self.lr_scheduler_step(scheduler, None)
         torch.manual_seed(stream_seed(self.seed, "dropout", self.current_epoch, self.global_rank))
-
 
     def _hold_backbone(self) -> None:
         """In the first `train.backbone_freeze_epochs` epochs the backbone's learning rate is zero."""
@@ -203,7 +202,7 @@ def freeze(backbone: nn.Module, names: Iterable[str]) -> None:
 
 def check_optimizer(name: str) -> None:
     """Raise ValueError, with the accepted names, for an optimiser that timm does not have."""
-    known = list_optimizers()
+    known = [str(known) for known in list_optimizers()]
     if name not in known:
         raise ValueError(f"train.optimizer={name!r}: expected a timm optimiser, one of {', '.join(known)}")
 
@@ -220,7 +219,7 @@ def build_scheduler(optimizer: torch.optim.Optimizer, train: TrainConfig, steps_
         decay_rate=rates.get(train.schedule, train.decay_rate),
         min_lr=train.min_lr,
         warmup_lr=train.warmup_lr,
-        warmup_epochs=train.warmup_epochs,
+        warmup_epochs=train.warmup_epochs,  # type: ignore[arg-type]  # counted in steps, it may be a fraction
         step_on_epochs=False,
         updates_per_epoch=max(1, steps_per_epoch),
     )

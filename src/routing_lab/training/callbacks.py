@@ -14,8 +14,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.callbacks import Checkpoint, RichProgressBar
-from lightning.pytorch.utilities.warnings import PossibleUserWarning
 from safetensors.torch import save_file
 
 from routing_lab.tasks.base import RoutedTask

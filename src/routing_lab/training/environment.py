@@ -7,10 +7,10 @@ import platform
 import shlex
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import timm
 import torch
 
@@ -25,7 +25,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "timm": timm.__version__,
-        "lightning": pl.__version__,
+        "lightning": version("lightning"),
         "platform": platform.platform(),
         "cpu": _processor(),
         "num_cpus": os.cpu_count(),

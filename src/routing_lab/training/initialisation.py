@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from routing_lab.assembly import build_model
 from routing_lab.routing.model import AXIS_MODULES
+from routing_lab.training.schema import CheckpointInit, DenseInit, PretrainedInit
 
 if TYPE_CHECKING:
     from routing_lab.config import Config
@@ -37,22 +38,21 @@ def initialise(
     Raises:
         ValueError: weights that are missing, unreadable or of another architecture.
     """
-    kind = config.init.kind
     warnings: list[str] = []
     source: str | None = None
-    if kind == "pretrained":
-        source = config.backbone.timm_name
+    if isinstance(config.init, PretrainedInit):
+        source = getattr(config.backbone, "timm_name", None)
         model: Any = _published(config, num_classes)
     else:
         model = build_model(config, num_classes)
-    if kind == "checkpoint":
+    if isinstance(config.init, CheckpointInit):
         source = config.init.path
         warnings = load_weights(model, _layers_that_stay(read_weights(Path(source)), config))
-    elif kind == "dense":
+    elif isinstance(config.init, DenseInit):
         assert dense is not None, "init=dense needs the dense run's weights"
         source = dense.parent.parent.name
         warnings = load_weights(model, _layers_that_stay(read_weights(dense), config))
-    return model, {"kind": kind, "source": source, "hash": weights_hash(model.backbone)}, warnings
+    return model, {"kind": config.init.kind, "source": source, "hash": weights_hash(model.backbone)}, warnings
 
 
 def weights_hash(module: nn.Module) -> str:
@@ -139,8 +139,7 @@ def load_weights(model: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
 
 
 def _published(config: Config, num_classes: int) -> nn.Module:
-    name = config.backbone.timm_name
-    if name is None:
+    if getattr(config.backbone, "timm_name", None) is None:
         raise ValueError(
             f"init.kind=pretrained: no published weights belong to backbone={config.backbone.name}, which has no"
             " backbone.timm_name; choose one that has, or init=checkpoint init.path=<file>"
