@@ -124,6 +124,11 @@ def arm_labels(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     """
     if len(configs) < 2:
         return [_own_label(config) for config in configs]
+    described = [_as_described(config) for config in configs]
+    if list(configs) != described:
+        labels = arm_labels(described)
+        if len(set(labels)) == len(labels):
+            return labels
     keys = list(dict.fromkeys(key for config in configs for key in config))
     varying = [key for key in keys if _varies(configs, key)]
     names = [key for key in varying if key.endswith(".name") and key.count(".") == 1]
@@ -146,6 +151,14 @@ def arm_labels(configs: Sequence[Mapping[str, Any]]) -> list[str]:
                     if key in configs[i]:
                         shown[i].append(f"{key}={value_text(configs[i][key])}")
     return [" ".join(parts) or _own_label(config) for parts, config in zip(shown, configs, strict=True)]
+
+
+def _as_described(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A flat configuration without what was filled in when it became a baseline of equal cost (`isoflop.by`)."""
+    size = "isoflop.solution.full."
+    full = {key.replace(size, "backbone."): value for key, value in config.items() if key.startswith(size)}
+    stated = {key: value for key, value in config.items() if not key.startswith("isoflop.solution")}
+    return stated | full | ({"isoflop.target_macs": None} if full else {})
 
 
 def _own_label(config: Mapping[str, Any]) -> str:
