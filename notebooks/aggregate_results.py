@@ -16,8 +16,9 @@
 """
 # Aggregate results
 
-Reads the records of a folder of runs into one tidy frame, shows the tables and figures of the report, and leaves
-room to explore. Everything is computed by `routing_lab.evidence`; nothing here imports torch.
+Reads the records of a folder of runs, or of a Weights & Biases project (`runs = "wandb:<entity>/<project>"`), into
+one tidy frame, shows the tables and figures of the report, and leaves room to explore. Everything is computed by
+`routing_lab.evidence`; nothing here imports torch.
 """
 
 # %%
@@ -26,10 +27,11 @@ from pathlib import Path
 from IPython.display import display
 
 from routing_lab.evidence import figures
-from routing_lab.evidence.records import read_records, to_frame
+from routing_lab.evidence.records import to_frame
 from routing_lab.evidence.study import load_study, read_plans
 from routing_lab.evidence.tables import pairwise_table, sweep_table
 from routing_lab.evidence.verdict import effects_table, evaluate, verdict_text
+from routing_lab.evidence.wandb_source import read_source
 
 # %% tags=["parameters"]
 runs = "../runs"
@@ -44,7 +46,7 @@ One row per run. Configuration keys have dots (`router.name`), everything measur
 """
 
 # %%
-records = read_records(runs)
+records = read_source(runs)
 frame = to_frame(records)
 frame["status"].value_counts()
 

@@ -1,6 +1,7 @@
 """`python -m routing_lab.report <folder|study>`: tables, figures and verdicts from the records of runs.
 
-Reads records only: nothing is trained, and torch is not imported.
+Reads records only: nothing is trained, and torch is not imported. `wandb:<entity>/<project>` stands for the mirrored
+runs of a Weights & Biases project wherever a folder of runs is asked for.
 """
 
 from __future__ import annotations
@@ -45,31 +46,35 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m routing_lab.report",
         description="Tables, figures and verdicts from the records of runs. Nothing is trained.",
     )
-    parser.add_argument("target", type=Path, help="folder of runs, or a study file (experiments/<name>.yaml)")
+    parser.add_argument("target", type=Path, help="folder of runs, wandb:<entity>/<project>, or a study file")
     for name in FORMATS:
         where = "report.tex" if name == "latex" else "one file per table" if name == "csv" else f"report.{name}"
         parser.add_argument(f"--{name}", action="store_true", help=f"write {where} (default: html, md and csv)")
-    parser.add_argument("--out", type=Path, help="folder to write to (default: <folder>/report, or <study>.report)")
-    parser.add_argument("--runs", type=Path, default=Path("runs"), help="runs of a study (default: runs)")
+    parser.add_argument(
+        "--out", type=Path, help="folder to write to (default: <folder>/report, <study>.report, <project>.report)"
+    )
+    parser.add_argument(
+        "--runs", type=Path, default=Path("runs"), help="runs of a study, as for the target (default: runs)"
+    )
     parser.add_argument("--experiments", type=Path, default=Path("experiments"), help="folder of the study files")
     parser.add_argument("--claims", type=Path, help="claims to judge (default: claims.yaml among the study files)")
     return parser
 
 
 def _of_folder(options: argparse.Namespace) -> tuple[Report, Path]:
-    from routing_lab.evidence.records import read_records
     from routing_lab.evidence.report import build_report
     from routing_lab.evidence.study import read_plans
+    from routing_lab.evidence.wandb_source import is_wandb
 
-    records = _not_empty(read_records(options.target), options.target)
+    records = _not_empty(_read(options.target), options.target)
     plans = read_plans(options.target)
     studies = _named_studies(options.experiments, records)
     claims = _claims(options) if plans or studies else []
-    return build_report(records, plans=plans, studies=studies, claims=claims), options.target / "report"
+    out = Path(f"{options.target.name}.report") if is_wandb(options.target) else options.target / "report"
+    return build_report(records, plans=plans, studies=studies, claims=claims), out
 
 
 def _of_study(options: argparse.Namespace) -> tuple[Report, Path]:
-    from routing_lab.evidence.records import read_records
     from routing_lab.evidence.report import build_report
     from routing_lab.evidence.study import load_study, plan_path, read_plan
 
@@ -78,9 +83,7 @@ def _of_study(options: argparse.Namespace) -> tuple[Report, Path]:
     plans = [read_plan(path) for path in paths if path.exists()]
     names = {study.name, *(study.key(scale) for scale in study.scales)}
     planned = {cell.run_id for plan in plans for cell in plan.cells}
-    records = [
-        record for record in read_records(options.runs) if record["study"] in names or record["run_id"] in planned
-    ]
+    records = [record for record in _read(options.runs) if record["study"] in names or record["run_id"] in planned]
     _not_empty(records, options.runs, f" of study {study.name}")
     claims = [
         claim for claim in _claims(options, options.target.parent) if study.name in {t.study for t in claim.tests}
@@ -89,11 +92,19 @@ def _of_study(options: argparse.Namespace) -> tuple[Report, Path]:
     return report, options.target.parent / f"{study.name}.report"
 
 
+def _read(runs: Path) -> list[dict[str, Any]]:
+    from routing_lab.evidence.wandb_source import WITHOUT_PREDICTIONS, is_wandb, read_source
+
+    if is_wandb(runs):
+        print(f"{runs}: {WITHOUT_PREDICTIONS}", file=sys.stderr)
+    return read_source(runs)
+
+
 def _not_empty(records: list[dict[str, Any]], runs: Path, which: str = "") -> list[dict[str, Any]]:
     from routing_lab.evidence.records import RecordError
 
     if not records:
-        raise RecordError(f"{runs}: no runs{which} in this folder")
+        raise RecordError(f"{runs}: no runs{which} there")
     return records
 
 

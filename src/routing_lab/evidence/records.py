@@ -15,7 +15,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,8 +95,8 @@ def write_text(path: Path | str, text: str) -> Path:
     return path
 
 
-def write_json(path: Path | str, payload: Mapping[str, Any]) -> Path:
-    """Write `payload` as JSON, atomically and with the same bytes for equal payloads.
+def json_text(payload: Mapping[str, Any]) -> str:
+    """`payload` as JSON, the same text for equal payloads.
 
     Keys are sorted, whole numbers among them by value. Floats are written with the digits that give the same float
     back; NaN and infinities as `NaN` and `Infinity`, the dialect that Python and pandas read. Tuples and arrays
@@ -105,8 +105,12 @@ def write_json(path: Path | str, payload: Mapping[str, Any]) -> Path:
     Raises:
         TypeError: a value that JSON cannot hold.
     """
-    text = json.dumps(_plain(payload), indent=1, ensure_ascii=False)
-    return write_text(path, text + "\n")
+    return json.dumps(_plain(payload), indent=1, ensure_ascii=False)
+
+
+def write_json(path: Path | str, payload: Mapping[str, Any]) -> Path:
+    """Write `json_text` of `payload`, atomically and with the same bytes for equal payloads; raises like it."""
+    return write_text(path, json_text(payload) + "\n")
 
 
 def read_record(folder: Path | str) -> dict[str, Any]:
@@ -123,7 +127,7 @@ def read_record(folder: Path | str) -> dict[str, Any]:
         raise RecordError(f"{path}: no record") from None
     except (OSError, UnicodeDecodeError) as error:
         raise RecordError(f"{path}: {error}") from error
-    return _parse(text, path, folder)
+    return parse_record(text, path, folder)
 
 
 def read_records(root: Path | str) -> list[dict[str, Any]]:
@@ -144,7 +148,66 @@ def read_records(root: Path | str) -> list[dict[str, Any]]:
             records.append(read_record(folder))
         except RecordError as error:
             # Where the folder stands is no part of what is wrong with it.
-            records.append(_unreadable(folder, str(error).replace(folder + os.sep, "")))
+            records.append(unreadable_record(folder, str(error).replace(folder + os.sep, "")))
+    return in_order(records)
+
+
+def parse_record(text: str, path: str, folder: Path | str) -> dict[str, Any]:
+    """A record from its JSON, with `folder` in it and every section of `SECTIONS` present.
+
+    Args:
+        text: what `run.json` holds.
+        path: where the text comes from, for messages.
+        folder: what the record says of where it stands.
+
+    Raises:
+        RecordError: text that is not a record that this version reads.
+    """
+    try:
+        record = json.loads(text)
+    except ValueError as error:
+        raise RecordError(f"{path}: not JSON ({error}); the file is half-written or damaged") from error
+    if not isinstance(record, dict):
+        raise RecordError(f"{path}: holds a {type(record).__name__}, not a record")
+    missing = [key for key in _REQUIRED if key not in record]
+    if missing:
+        raise RecordError(f"{path}: lacks {', '.join(missing)}")
+    if not isinstance(record["schema"], int) or not 1 <= record["schema"] <= SCHEMA:
+        raise RecordError(f"{path}: schema {record['schema']!r}; this version reads 1 to {SCHEMA}")
+    if record["status"] not in STATUSES:
+        raise RecordError(f"{path}: status {record['status']!r}; one of {', '.join(STATUSES)} is expected")
+    for section in SECTIONS:
+        if not isinstance(record.setdefault(section, {}), dict):
+            raise RecordError(f"{path}: {section} is a {type(record[section]).__name__}, not a mapping")
+    if not isinstance(record.setdefault("warnings", []), list):
+        raise RecordError(f"{path}: warnings is a {type(record['warnings']).__name__}, not a list")
+    record.setdefault("study", None)
+    record.setdefault("arm", None)
+    record["folder"] = os.fspath(folder)
+    return record
+
+
+def unreadable_record(folder: str, reason: str) -> dict[str, Any]:
+    """What stands for a run that cannot be read: the status `unreadable`, the cause, and empty sections."""
+    name = os.path.basename(os.path.normpath(folder))
+    return {
+        "schema": SCHEMA,
+        "run_id": name,
+        "name": name,
+        "status": "unreadable",
+        "reason": reason,
+        "command": "",
+        "seed": None,
+        "study": None,
+        "arm": None,
+        **{section: {} for section in SECTIONS},
+        "warnings": [],
+        "folder": folder,
+    }
+
+
+def in_order(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Records by name, numbers in it by value, then by run_id and folder."""
     return sorted(records, key=lambda record: (natural(record["name"]), record["run_id"], record["folder"]))
 
 
@@ -154,9 +217,14 @@ def is_finished(record: Mapping[str, Any]) -> bool:
 
 
 def read_history(record: Mapping[str, Any]) -> dict[str, list[float]]:
-    """Columns of the run's `history.csv` as lists of floats, NaN where a cell is empty; empty without a history."""
+    """Columns of the run's `history.csv` as lists of floats, NaN where a cell is empty; empty without a history.
+
+    A record that stands in no folder carries these columns itself, under `history`.
+    """
     import csv
 
+    if "history" in record:
+        return dict(record["history"])
     path = os.path.join(record["folder"], "history.csv")
     try:
         with open(path, encoding="utf-8", newline="") as file:
@@ -288,49 +356,6 @@ def _run_folders(root: str) -> Iterator[str]:
     for name, is_folder in listed:
         if is_folder:
             yield from _run_folders(os.path.join(root, name))
-
-
-def _parse(text: str, path: str, folder: Path | str) -> dict[str, Any]:
-    try:
-        record = json.loads(text)
-    except ValueError as error:
-        raise RecordError(f"{path}: not JSON ({error}); the file is half-written or damaged") from error
-    if not isinstance(record, dict):
-        raise RecordError(f"{path}: holds a {type(record).__name__}, not a record")
-    missing = [key for key in _REQUIRED if key not in record]
-    if missing:
-        raise RecordError(f"{path}: lacks {', '.join(missing)}")
-    if not isinstance(record["schema"], int) or not 1 <= record["schema"] <= SCHEMA:
-        raise RecordError(f"{path}: schema {record['schema']!r}; this version reads 1 to {SCHEMA}")
-    if record["status"] not in STATUSES:
-        raise RecordError(f"{path}: status {record['status']!r}; one of {', '.join(STATUSES)} is expected")
-    for section in SECTIONS:
-        if not isinstance(record.setdefault(section, {}), dict):
-            raise RecordError(f"{path}: {section} is a {type(record[section]).__name__}, not a mapping")
-    if not isinstance(record.setdefault("warnings", []), list):
-        raise RecordError(f"{path}: warnings is a {type(record['warnings']).__name__}, not a list")
-    record.setdefault("study", None)
-    record.setdefault("arm", None)
-    record["folder"] = os.fspath(folder)
-    return record
-
-
-def _unreadable(folder: str, reason: str) -> dict[str, Any]:
-    name = os.path.basename(os.path.normpath(folder))
-    return {
-        "schema": SCHEMA,
-        "run_id": name,
-        "name": name,
-        "status": "unreadable",
-        "reason": reason,
-        "command": "",
-        "seed": None,
-        "study": None,
-        "arm": None,
-        **{section: {} for section in SECTIONS},
-        "warnings": [],
-        "folder": folder,
-    }
 
 
 def _kept(config: Mapping[str, Any]) -> dict[str, Any]:

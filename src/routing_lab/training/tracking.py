@@ -1,7 +1,7 @@
 """Weights & Biases as a mirror of the record: one W&B run per finished cell, written from what is on disk.
 
 The record stays the source of truth, so nothing here can make a run fail, and an interrupted run leaves no half-written
-W&B run behind. Offline by default: no account, no prompt, no network.
+W&B run behind. Offline by default: no account, no prompt, no network. `evidence.wandb_source` reads records back.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from routing_lab.evidence.records import flatten
+from routing_lab.evidence.records import flatten, json_text
+from routing_lab.evidence.wandb_source import NO_API_KEY, RECORD_KEY, has_api_key
 
 if TYPE_CHECKING:
     from routing_lab.training.schema import WandbConfig
@@ -31,7 +32,7 @@ def mirror(
     Args:
         wandb_config: mode, project, entity and tags; `disabled` imports nothing.
         folder: the run folder; W&B's files go to `wandb/` inside it.
-        record: the finished record; its metrics, cost and routing become the summary.
+        record: the finished record; its metrics, cost and routing become the summary, which holds it whole as well.
         resolved: the resolved configuration.
         history: one row per epoch.
         group: name of the study or sweep.
@@ -46,9 +47,21 @@ def mirror(
 
 
 def summary(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The flat numbers of a record: metrics under their own names, cost and routing with the section in front."""
+    """The flat numbers of a record: metrics under their own names, cost and routing with the section in front; and the
+    whole of it as JSON under `record`, so that it can be restored.
+    """
     sections = {f"{name}/{key}": value for name in ("cost", "routing") for key, value in record[name].items()}
-    return {**record["metrics"], **flatten(sections, separator="/"), "status": record["status"]}
+    kept = {key: value for key, value in record.items() if key not in _OF_THE_FOLDER}
+    return {
+        **record["metrics"],
+        **flatten(sections, separator="/"),
+        "status": record["status"],
+        RECORD_KEY: json_text(kept),
+    }
+
+
+_OF_THE_FOLDER = ("folder", "heartbeat", "history")
+"""What a record that was read says of where it stands and how it is written, not of the run."""
 
 
 def _mirror(
@@ -64,9 +77,9 @@ def _mirror(
 
     warning = None
     mode = wandb_config.mode
-    if mode == "online" and wandb.api.api_key is None:
+    if mode == "online" and not has_api_key():
         mode = "offline"
-        warning = "wandb.mode=online: no API key (`wandb login`); the run was written offline and can be synced later"
+        warning = f"wandb.mode=online: {NO_API_KEY}. The run was written offline and can be synced later"
     run = wandb.init(
         mode=mode,
         project=wandb_config.project,
