@@ -48,7 +48,7 @@ def with_baseline(sections: Mapping[str, Any]) -> tuple[dict[str, Any], list[Pro
     if classes is None:
         return dict(sections), [Problem.of("data.num_classes", None, "isoflop needs the number of classes")], []
     full = backbone_shape(backbone, classes)
-    if full is None:
+    if full is None or backbone.mlp_ratio is None:
         message = "isoflop needs the MLP of the backbone, backbone.mlp_ratio and backbone.mlp"
         return dict(sections), [Problem.of("backbone.mlp_ratio", backbone.mlp_ratio, message)], []
     target: float | Problem = isoflop.target_macs or _target(Config.model_construct(**sections), full)
