@@ -152,8 +152,9 @@ class RoutingMeter:
             return {}
         sums = self._sums.tolist()
         return {
-            layer: row[above] / row[below] if row[below] else float("nan")
+            layer: row[above] / row[below]
             for layer, row in zip(self.layers, sums, strict=True)
+            if row[below]  # no token reaches a layer behind which all have halted
         }
 
 
