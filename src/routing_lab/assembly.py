@@ -27,8 +27,8 @@ def route(model: nn.Module, overrides: Sequence[str] = ()) -> RoutedModel:
 
     Args:
         model: a timm `VisionTransformer` or a transformers `LlamaForCausalLM`.
-        overrides: what the command line takes, from the same groups: `["method=amod", "capacity.fraction=0.5"]`. Keys that
-            describe training, data or another backbone have no effect here.
+        overrides: what the command line takes, from the same groups: `["method=amod", "capacity.fraction=0.5"]`. Keys
+            that describe training, data or another backbone have no effect here.
 
     Raises:
         ConfigError: with all problems of the overrides at once.
@@ -42,8 +42,8 @@ def route(model: nn.Module, overrides: Sequence[str] = ()) -> RoutedModel:
 def build_model(config: Config, num_classes: int, pretrained: bool = False) -> RoutedModel:
     """The model a checked configuration describes, with a head for `num_classes`.
 
-    The backbone is initialised from the "initialisation" stream of `config.seed` and each router from a stream of its own,
-    so that all arms of a seed share the backbone's weights. The global generator is left as it was.
+    The backbone is initialised from the "initialisation" stream of `config.seed` and each router from a stream of its
+    own, so that all arms of a seed share the backbone's weights. The global generator is left as it was.
 
     Args:
         pretrained: load timm's pretrained weights, which must be in its cache.

@@ -13,6 +13,7 @@ COMMANDS = {
     "train": "train one run or a sweep",
     "study": "run the missing cells of a study and compute its verdict",
     "report": "tables, figures and verdicts from records",
+    "dashboard": "the Weights & Biases workspace of a study",
 }
 """Command -> what it does; the module of the same name has a `main(arguments)`."""
 

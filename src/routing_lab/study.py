@@ -1,12 +1,12 @@
 """Run a study: `python -m routing_lab.study experiments/confound.yaml [scale=toy] [overrides] [hydra/launcher=joblib]`.
 
-The study file is checked, then every arm is composed and checked, and contrasts that are not controlled are refused. The
-plan, with hypothesis and decision rule, is written before the first cell trains; cells that have finished are not run again.
-The missing ones go through Hydra's launchers, and the verdict is computed from the records. `--plan` lists the cells, their
-state and what they are expected to cost, and runs nothing.
+The study file is checked, then every arm is composed and checked, and contrasts that are not controlled are refused.
+The plan, with hypothesis and decision rule, is written before the first cell trains; cells that have finished are not
+run again. The missing ones go through Hydra's launchers, and the verdict is computed from the records. `--plan` lists
+the cells, their state and what they are expected to cost, and runs nothing.
 
-Exit codes: 0 every cell finished and the verdict stands; 1 a cell failed; 2 the study was refused and nothing was written;
-130 or 143 interrupted, and the same command runs what is missing.
+Exit codes: 0 every cell finished and the verdict stands; 1 a cell failed; 2 the study was refused and nothing was
+written; 130 or 143 interrupted, and the same command runs what is missing.
 """
 
 from __future__ import annotations
@@ -94,14 +94,16 @@ def plan_study(path: Path, overrides: Sequence[str] = (), config_dir: str | None
             resolved = {**arm_loaded.resolved, "seed": seed}
             cells.append(Cell(arm, seed, identity(resolved)))
             folders.append(run_folder(arm_loaded.config.model_copy(update={"seed": seed}), resolved))
-            jobs.append([*study.overrides(arm, scale, extra), f"study={study.key(scale)}", f"arm={arm}", f"seed={seed}"])
+            jobs.append(
+                [*study.overrides(arm, scale, extra), f"study={study.key(scale)}", f"arm={arm}", f"seed={seed}"]
+            )
     runs = Path(next(iter(loaded.values())).config.paths.runs)
     return PlannedStudy(Plan(study, scale, tuple(cells)), folders, jobs, hydra, runs, composer)
 
 
 def describe(planned: PlannedStudy) -> str:
     """The cells of a study, their state and expected cost, as plain lines."""
-    plan, settings = planned.plan, planned.plan.study.scales[planned.plan.scale]
+    plan, settings = planned.plan, planned.plan.study.scales[planned.plan.study.scale(planned.plan.scale)]
     states = [_state(folder) for folder in planned.folders]
     width = max(len(cell.arm) for cell in plan.cells)
     lines = [
@@ -126,7 +128,7 @@ def run(planned: PlannedStudy) -> int:
     _note_changed_study(planned)
     plan.write(planned.runs)
     print(f"{plan.study.key(plan.scale)}: {len(plan.cells) - len(missing)} of {len(plan.cells)} cells have finished")
-    code, failed = 0, []
+    code, failed = 0, list[str]()
     if missing:
         code, failed = _launch(planned, missing)
     _print_verdict(planned)
@@ -185,14 +187,16 @@ def _launch(planned: PlannedStudy, missing: Sequence[int]) -> tuple[int, list[st
     launcher = plugins.instantiate_launcher(hydra_context=context, task_function=job, config=config)
     code = launched(lambda: launcher.launch(jobs, initial_job_idx=0), folder)
     outcomes = sweep_outcomes(folder)
-    failed = []
+    failed: list[str] = []
     for number, i in enumerate(missing):
         cell = planned.plan.cells[i]
         outcome = outcomes.get(number)
         if outcome is None:
             failed.append(f"  {cell.arm} seed={cell.seed}: did not run to its end")
         elif outcome["status"] != FINISHED:
-            failed.append(f"  {cell.arm} seed={cell.seed}: {outcome['status']}: {outcome['error']} ({outcome['folder']})")
+            failed.append(
+                f"  {cell.arm} seed={cell.seed}: {outcome['status']}: {outcome['error']} ({outcome['folder']})"
+            )
     return code, failed
 
 
@@ -246,7 +250,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "overrides", nargs="*", help="scale=toy|small|paper, overrides of every arm, hydra/launcher=... and the like"
     )
-    parser.add_argument("--plan", action="store_true", help="list the cells, their state and expected cost; run nothing")
+    parser.add_argument(
+        "--plan", action="store_true", help="list the cells, their state and expected cost; run nothing"
+    )
     parser.add_argument("--config-dir", help="folder with members of your own, as for training")
     return parser
 

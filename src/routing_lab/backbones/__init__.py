@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from torch import nn
+from typing import Any
 
 from routing_lab.routing.model import Backbone
 
 
-def adapt(module: nn.Module) -> Backbone:
-    """The adapter for a timm VisionTransformer or a transformers LlamaForCausalLM.
+def adapt(module: Any) -> Backbone:
+    """The adapter for a model, a timm VisionTransformer or a transformers LlamaForCausalLM.
 
     Raises:
         ValueError: for any other module, saying what is supported.
     """
-    if any(cls.__module__.startswith("transformers.") and cls.__name__ == "LlamaForCausalLM" for cls in type(module).__mro__):
+    # By name, so that transformers is imported only where it is used.
+    if any(
+        kind.__module__.startswith("transformers.") and kind.__name__ == "LlamaForCausalLM"
+        for kind in type(module).__mro__
+    ):
         from routing_lab.backbones.decoder import LlamaBackbone
 
         return LlamaBackbone(module)

@@ -38,13 +38,16 @@ def build_vit(
     Raises:
         ValueError: if timm has no such model, cannot build it with these options or has no weights at hand.
     """
+    model: Any
     options = {key: value for key, value in options.items() if value is not None}
     if mlp is not None:
         options["mlp_layer"] = MLP_LAYERS[mlp]
     if timm_name is not None:
         model = _create(timm_name, num_classes, pretrained, options)
     elif pretrained:
-        raise ValueError("init = pretrained: a backbone built from its fields has no pretrained weights; set backbone.timm_name")
+        raise ValueError(
+            "init = pretrained: a backbone built from its fields has no pretrained weights; set backbone.timm_name"
+        )
     else:
         kind = VisionTransformerDistilled if distilled else VisionTransformer
         model = kind(num_classes=num_classes, qkv_bias=True, **options)
@@ -73,14 +76,17 @@ def build_llama(
 
 
 def set_patch_stride(vit: VisionTransformer, stride: int) -> None:
-    """Overlapping patches: moves the patch window by `stride` pixels and resamples the position embedding to the new grid.
+    """Overlapping patches: moves the patch window by `stride` pixels and resamples the position embedding to the new
+    grid.
 
     Weights keep their shapes except the position embedding, which is interpolated (bicubic, antialiased).
     """
     embed = vit.patch_embed
     old_grid = embed.grid_size
     embed.proj.stride = (stride, stride)
-    embed.grid_size = tuple((size - patch) // stride + 1 for size, patch in zip(embed.img_size, embed.patch_size, strict=True))
+    embed.grid_size = tuple(
+        (size - patch) // stride + 1 for size, patch in zip(embed.img_size, embed.patch_size, strict=True)
+    )
     embed.num_patches = embed.grid_size[0] * embed.grid_size[1]
     if vit.pos_embed is not None:
         prefix = 0 if vit.no_embed_class else vit.num_prefix_tokens

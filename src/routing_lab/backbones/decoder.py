@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import LlamaForCausalLM
 from transformers.masking_utils import create_causal_mask
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from routing_lab.attention import AttentionStatistics, StatisticsRequest
 from routing_lab.routing.base import Block
@@ -41,7 +41,7 @@ class LlamaBackbone(Backbone):
     prefix: tuple[str, ...] = ()
 
     def __init__(self, module: LlamaForCausalLM) -> None:
-        self.module = module
+        self.module: Any = module  # transformers' parts are typed as Tensor | Module
         config = module.config
         self.depth = config.num_hidden_layers
         self.width = config.hidden_size
@@ -71,8 +71,8 @@ class LlamaBackbone(Backbone):
 class LlamaBlock(Block):
     """View of one Llama decoder layer. A query attends to keys at its own and earlier positions."""
 
-    def __init__(self, module: LlamaDecoderLayer) -> None:
-        self.module = module
+    def __init__(self, module: Any) -> None:
+        self.module: Any = module
         attention = module.self_attn
         self.query_key_shape = (
             attention.q_proj.out_features + attention.k_proj.out_features,
@@ -126,7 +126,9 @@ class LlamaBlock(Block):
     ) -> tuple[Tensor, AttentionStatistics]:
         raise ValueError(_NO_STATISTICS)
 
-    def statistics(self, queries: Tensor, context: Any, request: StatisticsRequest, **options: Any) -> AttentionStatistics:
+    def statistics(
+        self, queries: Tensor, context: Any, request: StatisticsRequest, **options: Any
+    ) -> AttentionStatistics:
         raise ValueError(_NO_STATISTICS)
 
     def mlp(self, x: Tensor) -> Tensor:

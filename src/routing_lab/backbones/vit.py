@@ -34,9 +34,10 @@ class VisionTransformerBackbone(Backbone):
     def __init__(self, module: VisionTransformer) -> None:
         if not isinstance(module, VisionTransformer):
             raise ValueError(
-                f"backbone = {type(module).__name__}: expected a timm VisionTransformer or a transformers LlamaForCausalLM"
+                f"backbone = {type(module).__name__}: expected a timm VisionTransformer or a transformers "
+                "LlamaForCausalLM"
             )
-        self.module = module
+        self.module: Any = module  # timm's parts are typed as Tensor | Module
         self.depth = len(module.blocks)
         self.width = module.embed_dim
         self.prefix = _prefix_kinds(module)
@@ -60,7 +61,8 @@ class VisionTransformerBackbone(Backbone):
             return vit.forward_head(x)
         if vit.global_pool != "avg" or vit.attn_pool is not None:
             raise ValueError(
-                f"backbone.pool = {vit.global_pool}: samples with different numbers of tokens need pool=token or pool=avg"
+                f"backbone.pool = {vit.global_pool}: samples with different numbers of tokens need pool=token or "
+                "pool=avg"
             )
         first = 0 if vit.pool_include_prefix else len(self.prefix)
         weight = valid[:, first:].unsqueeze(-1).to(x.dtype)
@@ -71,13 +73,13 @@ class VisionTransformerBackbone(Backbone):
 class ViTBlock(Block):
     """View of one timm block: x + drop_path(ls1(attn(norm1(x)))), then the same with the MLP."""
 
-    def __init__(self, module: TimmBlock, index: int) -> None:
+    def __init__(self, module: Any, index: int) -> None:
         if type(module) is not TimmBlock or type(module.attn) is not Attention:
             raise ValueError(
-                f"block {index} is a {type(module).__name__} with {type(getattr(module, 'attn', None)).__name__}: routing "
-                "needs timm's pre-norm Block with Attention"
+                f"block {index} is a {type(module).__name__} with {type(getattr(module, 'attn', None)).__name__}: "
+                "routing needs timm's pre-norm Block with Attention"
             )
-        self.module = module
+        self.module: Any = module
         self.heads = module.attn.num_heads
         self.query_key_shape = (2 * module.attn.attn_dim, module.attn.qkv.in_features)
 
@@ -275,9 +277,7 @@ class _WeighingBlock(ViTBlock):
         projection: Tensor | None = None,
     ) -> tuple[Tensor, AttentionStatistics]:
         present = self.policy.detach() > 0.5
-        statistics = self.statistics(
-            x, context, request, query_valid=present, key_bias=key_bias, projection=projection
-        )
+        statistics = self.statistics(x, context, request, query_valid=present, key_bias=key_bias, projection=projection)
         return self.attend(x, context, key_bias=key_bias, key_mask=valid), statistics
 
     def _output(self, query: Tensor, key: Tensor, value: Tensor, normed: Tensor, mask: Tensor | None) -> Tensor:
@@ -289,7 +289,10 @@ class _WeighingBlock(ViTBlock):
 
 
 def _attention_mask(key_mask: Tensor | None, key_bias: Tensor | None, queries: Tensor) -> Tensor | None:
-    """[B, 1, K, M] as timm's attention takes it, boolean or additive, from key_mask [B, M] or [B, K, M] and key_bias [B, M]."""
+    """[B, 1, K, M] as timm's attention takes it, boolean or additive.
+
+    key_mask: [B, M] or [B, K, M]. key_bias: [B, M].
+    """
     if key_mask is not None:
         if key_mask.dim() == 2:
             key_mask = key_mask.unsqueeze(1).expand(-1, queries.shape[1], -1)

@@ -220,8 +220,8 @@ class Gates:
         kept: [B, N] multiplier of the update of kept tokens; None: exactly one, nothing is multiplied.
         bypassed: [B, N] multiplier of what bypassed tokens get; None: exactly one.
         every_token: the update of every token is computed and weighted by `kept`, whatever the selection.
-        straight_through: `kept` is exactly one at kept tokens (and with `every_token` zero at the others): it is there for
-            its gradient, and the output is to the last bit that without it.
+        straight_through: `kept` is exactly one at kept tokens (and with `every_token` zero at the others): it is there
+            for its gradient, and the output is to the last bit that without it.
     """
 
     kept: Tensor | None = None
@@ -234,8 +234,8 @@ class Scaling(nn.Module, ABC):
     """The output rule: how a token's score enters the output (MoD Eq. 2, A-MoD Eq. 5, DTRNet Eq. 3).
 
     Args:
-        target: `update` multiplies what the block adds, y = x + g u(x); `output` multiplies the block's whole output and
-            adds the input again, y = x + g (x + u(x)), the double residual of several public MoD codes.
+        target: `update` multiplies what the block adds, y = x + g u(x); `output` multiplies the block's whole output
+            and adds the input again, y = x + g (x + u(x)), the double residual of several public MoD codes.
     """
 
     traits: ClassVar[ScalingTraits] = ScalingTraits()
@@ -440,7 +440,9 @@ class LayerTrace:
 
     @property
     def treated(self) -> Tensor:
-        """[B] int64: number of tokens that the routed part computes: those kept, or where tokens are removed those left."""
+        """[B] int64: number of tokens that the routed part computes: those kept, or where tokens are removed those
+        left.
+        """
         return self.counts if self.remaining is None else self.remaining
 
 

@@ -26,7 +26,9 @@ class Skip(Bypass):
 
 
 class Project(Bypass):
-    """x_i + x_i W_V W_O: the linear path with the attention's own projections (DTRNet); the MLP follows for every token."""
+    """x_i + x_i W_V W_O: the linear path with the attention's own projections (DTRNet); the MLP follows for every
+    token.
+    """
 
     traits: ClassVar[BypassTraits] = members.BYPASSES["project"]
 
@@ -38,8 +40,8 @@ class Drop(Reduction):
     """Removal: bypassed tokens are gone for good (DynamicViT, EViT without fusion).
 
     Args:
-        train: in training, `drop` removes them too; `mask` takes them out as keys alone, in attention that is weighed by the
-            decision in every block (DynamicViT): all tokens are computed, and the decision gets a gradient.
+        train: in training, `drop` removes them too; `mask` takes them out as keys alone, in attention that is weighed
+            by the decision in every block (DynamicViT): all tokens are computed, and the decision gets a gradient.
     """
 
     traits: ClassVar[BypassTraits] = members.BYPASSES["drop"]
@@ -64,8 +66,8 @@ class Fuse(Reduction):
         weights: `score`: w_p = r_p, not normalised (EViT); `softmax`: softmax over the removed tokens of r_p / T
             (attention-variance pruning, Eq. 8); `mean`: equal weights.
         temperature: T of the softmax.
-        temperature_unit: `absolute`, or `spread`: T is multiplied by the standard deviation of the removed tokens' scores
-            in each sample.
+        temperature_unit: `absolute`, or `spread`: T is multiplied by the standard deviation of the removed tokens'
+            scores in each sample.
     """
 
     traits: ClassVar[BypassTraits] = members.BYPASSES["fuse"]

@@ -28,8 +28,8 @@ class FractionCapacity(Capacity):
     Args:
         fraction: fraction of tokens to keep, in (0, 1], or one per routed layer.
         fraction_last: with depth_schedule, the fraction of the last routed layer.
-        depth_schedule: `constant`; from `fraction` at the first routed layer to `fraction_last` at the last, `linear` or
-            along half a `cosine`; or `power`: fraction, fraction^2, ... from one routed layer to the next.
+        depth_schedule: `constant`; from `fraction` at the first routed layer to `fraction_last` at the last, `linear`
+            or along half a `cosine`; or `power`: fraction, fraction^2, ... from one routed layer to the next.
         warmup: part of training, in [0, 1), after which the fraction has its value; before, it moves there from
             `warmup_start`.
         warmup_hold: part of training, below warmup, in which the fraction stays at `warmup_start` before it moves.
@@ -115,8 +115,9 @@ class TopK(FractionCapacity):
 class Percentile(FractionCapacity):
     """Keeps r_i >= P_beta(R) with beta = 1 - fraction (A-MoD), or r_i > P_beta(R) (Mixture-of-Depths).
 
-    The quantile is taken over all scores, protected tokens included, and protected tokens are kept besides. Equal scores
-    share their fate, so that samples may keep different numbers; constant scores keep all with `ge` and none with `gt`.
+    The quantile is taken over all scores, protected tokens included, and protected tokens are kept besides. Equal
+    scores share their fate, so that samples may keep different numbers; constant scores keep all with `ge` and none
+    with `gt`.
 
     Args:
         compare: `ge` or `gt`.
@@ -193,8 +194,8 @@ class Gumbel(FractionCapacity):
 
     Training: d = [l + g_0 - g_1 >= 0] with l the log odds of keeping that the score stands for and g standard Gumbel
     noise (counter-based, see `NoiseSource`); the gradient is that of sigmoid((l + g_0 - g_1) / T), the hard
-    straight-through Gumbel-softmax. The number of kept tokens is free: a loss such as `losses=ratio` is to hold it at the
-    fraction.
+    straight-through Gumbel-softmax. The number of kept tokens is free: a loss such as `losses=ratio` is to hold it at
+    the fraction.
 
     Evaluation: the k best tokens besides the protected prefix, k = fraction x the number of patches that entered the
     first layer, rounded.
@@ -250,7 +251,8 @@ class Gumbel(FractionCapacity):
 
 
 class InverseTransform(FractionCapacity):
-    """Samples tokens in proportion to their scores, without chance, and keeps each that is hit (ATS, Fayyaz et al. 2022).
+    """Samples tokens in proportion to their scores, without chance, and keeps each that is hit (ATS, Fayyaz et al.
+    2022).
 
     The cumulative sums of the scores of the unprotected tokens, moved and scaled to [0, 1], are inverted at K points,
     K = fraction x N rounded: each point hits the token whose cumulative sum is nearest, the first of equals. Tokens hit

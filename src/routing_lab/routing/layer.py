@@ -49,8 +49,8 @@ class Maps:
     """What a layer is told about attention maps, and what is wanted of its own.
 
     Args:
-        source: statistics of the source layer's map, aligned with the entering tokens; None: the router needs none, or the
-            source is this layer itself (`own`).
+        source: statistics of the source layer's map, aligned with the entering tokens; None: the router needs none, or
+            the source is this layer itself (`own`).
         own: this layer is its own source.
         request: statistics of this layer's own map that its own or later layers need.
         projection: random queries and keys for these statistics, see `Block.attend_with_statistics`.
@@ -86,8 +86,8 @@ class RoutedLayer(nn.Module):
     Args:
         router, capacity, scaling, bypass: the axes of this layer.
         visibility: which keys a kept token attends to.
-        sublayer: what is routed: the whole `block`, its `attention` (the MLP then runs on every token) or its `mlp` (attention
-            runs on every token, and tokens are selected after it).
+        sublayer: what is routed: the whole `block`, its `attention` (the MLP then runs on every token) or its `mlp`
+            (attention runs on every token, and tokens are selected after it).
         corruption: spoils the router's scores; None: they are used as they are.
         execution: `gather` computes kept tokens only; `mask` computes every token and discards, the slow reference. A
             bypass that removes tokens always gathers.
@@ -268,7 +268,7 @@ class RoutedLayer(nn.Module):
         block: Block,
         then_mlp: bool = False,
     ) -> Tensor:
-        """x with `branch` (and with `then_mlp` the MLP after it) applied to kept tokens, and the bypass to the others."""
+        """x with `branch` (and with `then_mlp` the MLP) applied to kept tokens, and the bypass to the others."""
         assert isinstance(self.bypass, Bypass)
         if gates.every_token and gates.straight_through:
             assert gates.kept is not None
@@ -358,9 +358,7 @@ class RoutedLayer(nn.Module):
 
     def _attend_reduced(self, tokens: Tokens, left: Tokens, block: Block, context: Any) -> Tensor:
         if self.all_keys:
-            return block.attend(
-                left.x, context, keys=tokens.x, key_mask=tokens.valid, key_bias=tokens.key_bias()
-            )
+            return block.attend(left.x, context, keys=tokens.x, key_mask=tokens.valid, key_bias=tokens.key_bias())
         return block.attend(left.x, context, key_mask=left.valid, key_bias=left.key_bias())
 
     def _own_statistics(
@@ -486,7 +484,7 @@ def _trace(entered: Tokens, left: Tokens, choice: Choice) -> LayerTrace:
 
 
 def _gate_of_reduced(gates: Gates, selection: Selection, entered: Tokens, left: Tokens) -> Tensor | None:
-    """[B, N'] the gate of each remaining token: the mean over what it stands for, where tokens not kept count as one."""
+    """[B, N'] the gate of each remaining token: the mean over what it stands for; tokens not kept count as one."""
     if gates.kept is None:
         return None
     gate = gates.kept.where(selection.mask(), 1.0)

@@ -139,8 +139,8 @@ class VisibilityTraits:
 class LossTraits:
     """Facts about an auxiliary loss, what it reads from a trace.
 
-    reads: `decision`, which tokens are kept, with the router's gradient; `logits` of a learned router; `probability`, scores
-        that are probabilities; `scores` of any router; `halting`, the halting scores of an adaptive depth.
+    reads: `decision`, which tokens are kept, with the router's gradient; `logits` of a learned router; `probability`,
+        scores that are probabilities; `scores` of any router; `halting`, the halting scores of an adaptive depth.
     needs_target: the fraction it pulls towards is the capacity's where the option `target` is null.
     """
 
@@ -362,9 +362,7 @@ TARGETS: Mapping[str, Mapping[str, str]] = MappingProxyType(
 """The class (for a placement: the function) behind each shipped member, as its YAML file names it in `_target_`."""
 
 
-LOSS_TARGETS: Mapping[str, str] = MappingProxyType(
-    {name: f"routing_lab.routing.losses.{name}_loss" for name in LOSSES}
-)
+LOSS_TARGETS: Mapping[str, str] = MappingProxyType({name: f"routing_lab.routing.losses.{name}_loss" for name in LOSSES})
 """The function behind each shipped auxiliary loss."""
 
 

@@ -15,7 +15,15 @@ from torch import Tensor, nn
 
 from routing_lab.attention import AttentionStatistics, StatisticsRequest
 from routing_lab.routing.base import Block, LayerTrace, Reduction, RunState, Trace
-from routing_lab.routing.layer import Maps, RoutedLayer, SelectionEdit, Statistics, attend_all, follow_statistics
+from routing_lab.routing.layer import (
+    Execution,
+    Maps,
+    RoutedLayer,
+    SelectionEdit,
+    Statistics,
+    attend_all,
+    follow_statistics,
+)
 from routing_lab.routing.noise import NoiseSource
 from routing_lab.routing.tokens import Tokens
 
@@ -62,8 +70,8 @@ class Backbone(ABC):
 class RoutedModel(nn.Module):
     """A backbone whose routed layers process the tokens they keep.
 
-    The state dict has the backbone's own names, and the parameters of the axes beside them as `router.<layer>.*`: a dense
-    checkpoint loads strictly into a model whose router has no parameters.
+    The state dict has the backbone's own names, and the parameters of the axes beside them as `router.<layer>.*`: a
+    dense checkpoint loads strictly into a model whose router has no parameters.
 
     Args:
         backbone: adapter of the model.
@@ -231,11 +239,12 @@ class RoutedModel(nn.Module):
         own = getattr(self.backbone, "no_weight_decay", None)
         return {f"backbone.{name}" for name in own()} if callable(own) else set()
 
-    def set_execution(self, execution: str) -> None:
-        """`gather` (default) computes kept tokens only; `mask` computes every token and discards, the slow reference."""
+    def set_execution(self, execution: Execution) -> None:
+        """`gather` (default) computes kept tokens only; `mask` computes all and discards, the slow reference."""
         if execution not in ("gather", "mask"):
             raise ValueError(f"execution = {execution}: expected gather or mask")
         for layer in self.layers.values():
+            assert isinstance(layer, RoutedLayer)
             layer.execution = execution
 
     def extra_repr(self) -> str:
@@ -295,9 +304,7 @@ def _from_public_names(
         name = key[len(prefix) :]
         axis, _, rest = name.partition(".")
         layer, _, parameter = rest.partition(".")
-        if axis in AXIS_MODULES and layer.isdigit():
-            name = f"layers.{layer}.{axis}.{parameter}"
-        else:
-            name = f"backbone.{name}"
-        renamed[prefix + name] = state.pop(key)
+        is_ours = axis in AXIS_MODULES and layer.isdigit()
+        internal = f"layers.{layer}.{axis}.{parameter}" if is_ours else f"backbone.{name}"
+        renamed[prefix + internal] = state.pop(key)
     state.update(renamed)

@@ -40,7 +40,7 @@ class NoiseSource:
         return _uniform(torch.zeros_like(self.sample_ids), 0, num_tokens, _combine(seed, layer, purpose))
 
     def gumbel(self, num_tokens: int, seed: int, layer: int) -> Tensor:
-        """[B, N, 2] float32, standard Gumbel: what a choice between two is perturbed with, the first of them to keep."""
+        """[B, N, 2] float32, standard Gumbel: perturbs a choice between two, the first of them to keep."""
         return torch.stack([-(-self.uniform(num_tokens, seed, layer, 4 + way).log()).log() for way in (0, 1)], dim=-1)
 
     def normal(self, num_tokens: int, seed: int, layer: int, purpose: int = 0) -> Tensor:

@@ -153,7 +153,8 @@ class AttentionReceivedRouter(Router):
         )
 
     def score(self, inputs: RouterInput) -> Tensor:
-        assert inputs.attention is not None and inputs.attention.received is not None
+        assert inputs.attention is not None
+        assert inputs.attention.received is not None
         return reduce_heads(inputs.attention.received, self.head_reduction, self.head)
 
 
@@ -173,7 +174,8 @@ class ClassAttentionRouter(Router):
         self.head = head
 
     def score(self, inputs: RouterInput) -> Tensor:
-        assert inputs.attention is not None and inputs.attention.class_row is not None
+        assert inputs.attention is not None
+        assert inputs.attention.class_row is not None
         return reduce_heads(inputs.attention.class_row, self.head_reduction, self.head)
 
 
@@ -233,8 +235,9 @@ class AttentionVarianceRouter(Router):
 
     Args:
         form: `squared`: 1 / H sum_h (a_h - m)^2, the population variance that Eq. 6 means; `absolute`:
-            1 / H sum_h |a_h - m|; `literal`: Eq. 6 as printed, 1 / H sum_h (a_h - m), which is zero for every token: exactly
-            zero is returned instead of its rounding noise, and the selection is that of the capacity's tie rule.
+            1 / H sum_h |a_h - m|; `literal`: Eq. 6 as printed, 1 / H sum_h (a_h - m), which is zero for every token:
+            exactly zero is returned instead of its rounding noise, and the selection is that of the capacity's tie
+            rule.
         query: whose attention: `cls`, the class token; `gap`, the mean over patches; `all`, the mean over all tokens.
     """
 
@@ -305,7 +308,8 @@ class AttentionMedADRouter(Router):
 
 
 class SubspaceRouter(Router):
-    """r_i = mean of the coordinates `dims` of x_i: part of the hidden state read as a logit (Self-Routing). No parameters.
+    """r_i = mean of the coordinates `dims` of x_i: part of the hidden state read as a logit (Self-Routing). No
+    parameters.
 
     Args:
         dims: coordinates of the residual stream.
@@ -414,8 +418,8 @@ class Corruption(nn.Module):
     Args:
         spec: the layer.
         kind: `shuffle` permutes the scores of the unprotected tokens within each sample (the multiset of scores is
-            preserved); `sink` moves the share `strength` of the total score onto one patch; `noise` adds normal noise of
-            `strength` standard deviations of the sample's scores.
+            preserved); `sink` moves the share `strength` of the total score onto one patch; `noise` adds normal noise
+            of `strength` standard deviations of the sample's scores.
         phase: when it acts: `train`, `eval` or `both`.
         strength: see kind; for `sink` in [0, 1]; for `shuffle` the share of samples that are shuffled, in [0, 1].
         token: the patch that becomes the sink, counted from 0 after the prefix tokens.
@@ -458,7 +462,9 @@ class Corruption(nn.Module):
             position = inputs.tokens.num_prefix + self.token
             if position >= tokens:
                 patches = tokens - inputs.tokens.num_prefix
-                raise ValueError(f"router.corrupt_token = {self.token}: the layer has {patches} patches, 0 to {patches - 1}")
+                raise ValueError(
+                    f"router.corrupt_token = {self.token}: the layer has {patches} patches, 0 to {patches - 1}"
+                )
             sink = torch.zeros(tokens, dtype=scores.dtype, device=scores.device)
             sink[position] = 1
             return (1 - self.strength) * scores + self.strength * scores.sum(dim=1, keepdim=True) * sink
@@ -491,7 +497,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _present_patches(tokens: Tokens) -> Tensor:
-    """[B, N] 1 at patches that are there and 0 at the others, with the gradient of the decision that left them there."""
+    """[B, N] 1 at patches that are there and 0 at the others, with the gradient of the decision about them."""
     present = tokens.policy
     if present is None:
         present = torch.ones(tokens.x.shape[:2], device=tokens.x.device) if tokens.valid is None else tokens.valid
@@ -513,7 +519,9 @@ def _query_attention(inputs: RouterInput) -> Tensor:
 
 
 def _median(x: Tensor, dim: int, lower: bool) -> Tensor:
-    """The median along a dimension, which is kept; of an even number of values the mean of the middle two, or the lower."""
+    """The median along a dimension, which is kept; of an even number of values the mean of the middle two, or the
+    lower.
+    """
     count = x.shape[dim]
     ordered = x.sort(dim=dim).values
     middle = ordered.narrow(dim, (count - 1) // 2, 1)

@@ -51,14 +51,14 @@ class StraightThrough(Scaling):
 
     Args:
         form: `value`: gate 1 + r - stop(r) on kept tokens, the gradient of a multiplication at gate 1;
-            `mask`: gate m + p - stop(p) on every token, with m the selection as 0 or 1: bypassed tokens send a gradient too,
-            so that in training the update of every token is computed;
+            `mask`: gate m + p - stop(p) on every token, with m the selection as 0 or 1: bypassed tokens send a
+            gradient too, so that in training the update of every token is computed;
             `stop_gradient`: gate 1 + stop(r) - stop(r) with r kept in the graph: the router's gradient is exactly zero.
         normalize: applied to the score first, as for `multiply`.
         target: `update` or `output`, see `Scaling`.
 
-    Where the capacity relaxes its decision (`capacity=gumbel`), the gate of `value` and `mask` is that decision, 0 or 1 with
-    its gradient.
+    Where the capacity relaxes its decision (`capacity=gumbel`), the gate of `value` and `mask` is that decision, 0 or
+    1 with its gradient.
     """
 
     traits: ClassVar[ScalingTraits] = members.SCALINGS["straight_through"]
@@ -108,7 +108,7 @@ class SoftMix(Scaling):
 
 
 class Top1Probability(Scaling):
-    """The chosen path times its own probability: p_i u_i for kept tokens, (1 - p_i) b_i for the others (DTRNet's code)."""
+    """The chosen path times its probability: p_i u_i for kept tokens, (1 - p_i) b_i for the others (DTRNet's code)."""
 
     traits: ClassVar[ScalingTraits] = members.SCALINGS["top1_probability"]
 

@@ -27,8 +27,8 @@ class Tokens:
         proportional: attention weighs keys by `size` (ToMe).
         mass: [B, N], what is left of each token's halting mass of one (A-ViT); None: all of it.
         eligible: the tokens that later layers may still keep; None: all.
-        policy: [B, N], 1 at tokens that are still there, 0 at those that a relaxed decision took out, with its gradient; None:
-            no decision is relaxed.
+        policy: [B, N], 1 at tokens that are still there, 0 at those that a relaxed decision took out, with its
+            gradient; None: no decision is relaxed.
         halted: what tokens have given to the model's output so far; None while none has.
     """
 
@@ -57,7 +57,9 @@ class Tokens:
         return index.clamp_min(-1).expand(batch, tokens)
 
     def sources(self) -> Tensor:
-        """[B, N0] int64: for each token that entered the first layer the token that now stands for it, -1 where none does."""
+        """[B, N0] int64: for each token that entered the first layer the token that now stands for it, -1 where none
+        does.
+        """
         if self.source is not None:
             return self.source
         batch, tokens, _ = self.x.shape
@@ -300,8 +302,8 @@ def unmerge(x: Tensor, source: Tensor | None, missing: Tensor | None = None) -> 
     Args:
         x: one row per token that is left.
         source: [B, N0] int64, `Tokens.source` or `LayerTrace.source`; None: nothing was removed.
-        missing: [B, N0, D], what tokens get for which none stands; None: zeros. Calling it layer by layer with its own last
-            result gives every token the last state it had.
+        missing: [B, N0, D], what tokens get for which none stands; None: zeros. Calling it layer by layer with its own
+            last result gives every token the last state it had.
     """
     if source is None:
         return x
