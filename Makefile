@@ -5,7 +5,7 @@
 
 VENV   ?= .venv
 PYTHON ?= python3
-PYTEST_ARGS ?=
+PYTEST_ARGS ?= -n auto --dist worksteal
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c

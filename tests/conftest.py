@@ -14,6 +14,8 @@ import pytest
 os.environ.update(
     {
         "MPLBACKEND": "Agg",
+        # Workers of the suite share the processors out; more threads than processors only wait for each other.
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "HF_HUB_OFFLINE": "1",
         "WANDB_SILENT": "true",
         "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),
