@@ -1,4 +1,4 @@
-"""The map from papers to code names things that exist."""
+"""The map from papers to code, and the page of limits, name things that exist."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-NAMES = sorted(set(re.findall(r"`([^`]+)`", (ROOT / "docs" / "paper_map.md").read_text(encoding="utf-8"))))
+PAGES = [(ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("paper_map.md", "limits.md")]
+NAMES = sorted({name for page in PAGES for name in re.findall(r"`([^`]+)`", page)})
 CONF = ROOT / "conf"
 
 
