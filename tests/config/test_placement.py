@@ -18,6 +18,8 @@ from routing_lab.routing.members import PLACEMENTS, attention_sources, routed_la
         ("every", {}, 4, [1, 2, 3]),
         ("every", {"first": 0}, 2, [0, 1]),
         ("stages", {}, 12, [3, 6, 9]),
+        ("stages", {}, 6, [1, 3, 4]),
+        ("stages", {}, 2, [1]),
         ("bilayer", {}, 6, [1, 3]),
         ("bilayer", {}, 5, [1, 3]),
         ("trilayer", {}, 12, [1, 2, 4, 5, 7, 8, 10]),
@@ -44,7 +46,7 @@ def test_first_and_last_layer_stay_dense(name: str, depth: int) -> None:
         ("alternate", {"first": 6}),
         ("later", {"first": 6}),
         ("every", {"first": 9}),
-        ("stages", {}),
+        ("stages", {"layers": [3, 6]}),
         ("list", {"layers": [6]}),
     ],
 )

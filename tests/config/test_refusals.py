@@ -60,7 +60,7 @@ def refused(*overrides: str, config_dir: Path | None = None) -> list[str]:
         ("seed=${seed}", "seed = ${seed}: cannot be resolved: "),
         # where
         ("placement.first=6", "placement.first = 6: the backbone has layers 0 to 5 (zero-based)"),
-        ("placement=stages", "placement.layers = 6, 9: the backbone has layers 0 to 5"),
+        ("placement=stages placement.layers=[3,6,9]", "placement.layers = 6, 9: the backbone has layers 0 to 5"),
         (
             "placement=list placement.layers=[2,7] placement.base=1",
             "placement.layers = 7: the backbone has layers 1 to 6",
@@ -243,8 +243,8 @@ def test_the_defaults_run_without_a_remark() -> None:
 
 def test_routing_of_a_given_model_is_checked_against_its_facts() -> None:
     facts = BackboneFacts(depth=12, width=384, heads=6, prefix=("class", "distillation"))
-    config = load(["method=amod", "placement=stages"], facts=facts).config
-    assert config.placement.options == {"layers": [3, 6, 9]}
+    config = load(["method=amod", "placement=stages", "placement.layers=[6,11]"], facts=facts).config
+    assert config.placement.options == {"layers": [6, 11]}
     with pytest.raises(ConfigError, match="heads 0 to 5"):
         load(["router.head_reduction=head", "router.head=6"], facts=facts)
     with pytest.raises(ConfigError, match="causal backbone"):

@@ -29,7 +29,6 @@ MEMBERS = [(group, member) for group, names in GROUPS.items() for member in name
 
 SHAPES = {
     ("backbone", "timm"): ["backbone.timm_name=vit_tiny_patch16_224"],
-    ("placement", "stages"): ["placement.layers=[1,3,5]"],
     ("placement", "list"): ["placement.layers=[2,4]"],
     ("recipe", "dynamicvit"): ["init=dense"],
 }

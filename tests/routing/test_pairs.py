@@ -26,7 +26,6 @@ Pair = frozenset[tuple[str, str]]
 BACKBONE = [f"backbone.width={WIDTH}", f"backbone.depth={DEPTH}", f"backbone.heads={HEADS}"]
 NEEDED = {
     ("placement", "list"): ["placement.layers=[1,2]"],
-    ("placement", "stages"): ["placement.layers=[1,3]"],
 }
 """What a member cannot do without, or what a model of four layers asks for."""
 

@@ -49,7 +49,7 @@ def test_layers(placement: str, depth: int, options: dict[str, Any], layers: lis
         ),
         ("list", {"layers": [2, 2]}, "names a layer twice"),
         ("alternate", {"first": 9}, r"placement\.first = 9"),
-        ("stages", {}, r"placement\.layers = 6, 9"),
+        ("stages", {"layers": [3, 6, 9]}, r"placement\.layers = 6, 9"),
     ],
 )
 def test_layers_that_do_not_exist(placement: str, options: dict[str, Any], message: str) -> None:

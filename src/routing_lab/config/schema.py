@@ -373,7 +373,7 @@ class Every(PlacementConfig):
 class Stages(PlacementConfig):
     """`placement=stages`."""
 
-    layers: list[Index] = Field(min_length=1)
+    layers: Annotated[list[Index], Field(min_length=1)] | None
 
 
 class Interleaved(PlacementConfig):

@@ -260,15 +260,14 @@ def every(depth: int, first: int = 1) -> list[int]:
     return later(depth, first)
 
 
-def stages(depth: int, layers: Sequence[int] = (3, 6, 9)) -> list[int]:
-    """The given zero-based layers: (3, 6, 9) are the fourth, seventh and tenth block (EViT, DynamicViT)."""
-    try:
-        return listed(depth, layers)
-    except ValueError as error:
-        if max(layers) < depth:
-            raise
-        example = sorted({max(1, depth * quarter // 4) for quarter in (1, 2, 3)} & set(range(depth)))
-        raise ValueError(f"{error}; give layers of this depth, as placement.layers={example}") from None
+def stages(depth: int, layers: Sequence[int] | None = None) -> list[int]:
+    """The given zero-based layers; None: after a quarter, a half and three quarters of the depth.
+
+    Of twelve layers these are 3, 6 and 9, the fourth, seventh and tenth block (EViT, DynamicViT).
+    """
+    if layers is None:
+        return sorted({depth * quarter // 4 for quarter in (1, 2, 3)} - {0})
+    return listed(depth, layers)
 
 
 def bilayer(depth: int) -> list[int]:
