@@ -58,12 +58,6 @@ def chosen(method: str) -> dict[str, str]:
     return choices
 
 
-def overrides(method: str) -> list[str]:
-    """A preset for four layers."""
-    stages = ["placement.layers=[1,3]"] if chosen(method).get("placement") == "stages" else []
-    return [f"method={method}", *stages]
-
-
 class Remembering(Composer):
     """Composes the same overrides once."""
 
@@ -117,9 +111,9 @@ def flat(node: Any, path: str = "") -> dict[str, Any]:
 def test_runs_on_every_kind_of_vision_transformer(method: str, variant: str) -> None:
     if variant == "average" and reads_class_token(method):
         with pytest.raises(ConfigError, match="reads the class token, which this backbone does not have"):
-            routed(overrides(method), variant)
+            routed([f"method={method}"], variant)
         return
-    model = routed(overrides(method), variant).train()
+    model = routed([f"method={method}"], variant).train()
     found, trace = model(images(), return_trace=True)
     found = found if isinstance(found, tuple) else (found,)
     losses = [LOSSES[name](trace) for name in losses_of(method)]
@@ -145,7 +139,7 @@ def test_is_the_dense_model_when_it_keeps_everything(method: str) -> None:
     for variant in VARIANTS:
         if variant == "average" and reads_class_token(method):
             continue
-        model = routed([*overrides(method), *setting], variant).double()
+        model = routed([f"method={method}", *setting], variant).double()
         pictures = images(dtype=torch.float64)
         torch.testing.assert_close(model(pictures), model.backbone(pictures), rtol=0, atol=1e-10)
 
@@ -165,10 +159,9 @@ OTHERS: dict[str, tuple[str, ...]] = {
 @pytest.mark.parametrize("method", METHODS)
 def test_is_a_starting_point(method: str, axis: str) -> None:
     """`method=X router=linear` is X in everything but the router."""
-    before = resolved([*overrides(method), "backbone=deit_tiny"])
+    before = resolved([f"method={method}"])
     other = next(name for name in OTHERS[axis] if name != before[axis]["name"])
-    stages = [text for text in overrides(method)[1:] if axis != "placement"]
-    given = [f"method={method}", *stages, f"{axis}={other}", "backbone=deit_tiny"]
+    given = [f"method={method}", f"{axis}={other}"]
     problems = refusals(given)
     # Two members of different axes may not go together: the line names one, and says why.
     assert {problem.key.split(".")[0] for problem in problems} <= {*members.AXES, "losses"}
