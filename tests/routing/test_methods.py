@@ -73,16 +73,13 @@ class Remembering(Composer):
 COMPOSER = Remembering()
 
 
-def resolved(given: Sequence[str]) -> dict[str, Any]:
-    return check_overrides(COMPOSER, given).resolved
-
-
-def refusals(given: Sequence[str]) -> list[Problem]:
+@cache
+def attempt(*given: str) -> tuple[dict[str, Any], list[Problem]]:
+    """The resolved configuration, or what is wrong with it."""
     try:
-        resolved(given)
+        return check_overrides(COMPOSER, given).resolved, []
     except ConfigError as error:
-        return error.problems
-    return []
+        return {}, error.problems
 
 
 def routed(given: Sequence[str], variant: str) -> RoutedModel:
@@ -159,16 +156,14 @@ OTHERS: dict[str, tuple[str, ...]] = {
 @pytest.mark.parametrize("method", METHODS)
 def test_is_a_starting_point(method: str, axis: str) -> None:
     """`method=X router=linear` is X in everything but the router."""
-    before = resolved([f"method={method}"])
+    before, _ = attempt(f"method={method}")
     other = next(name for name in OTHERS[axis] if name != before[axis]["name"])
-    given = [f"method={method}", f"{axis}={other}"]
-    problems = refusals(given)
+    after, problems = attempt(f"method={method}", f"{axis}={other}")
     # Two members of different axes may not go together: the line names one, and says why.
     assert {problem.key.split(".")[0] for problem in problems} <= {*members.AXES, "losses"}
     assert all(len(problem.message) > 20 for problem in problems)
     if problems:
         return
-    after = resolved(given)
     changed = {key for key in flat(before) | flat(after) if flat(before).get(key, "") != flat(after).get(key, "")}
     assert f"{axis}.name" in changed
     assert {key.split(".")[0] for key in changed} == {axis}
@@ -195,7 +190,7 @@ def test_controls_differ_from_their_reference_in_what_they_control() -> None:
     own = ("method", "name", "_target_")
 
     def differing(one: str, other: str) -> set[str]:
-        a, b = (flat(resolved([f"method={name}"])) for name in (one, other))
+        a, b = (flat(attempt(f"method={name}")[0]) for name in (one, other))
         return {key for key in a | b if a.get(key, "") != b.get(key, "") and key.split(".")[-1] not in own}
 
     assert differing("mod", "mod_double_residual") == {"scaling.target"}
