@@ -220,7 +220,8 @@ def _column_sum(
     query: Tensor, key: Tensor, scale: float, weight: Tensor, key_bias: Tensor | None, own_key: Tensor | None
 ) -> Tensor:
     """[B, H, M] the weighted sum over query rows of the attention map; a product with a vector is its fastest form."""
-    attention = _softmax(scale * (_raise(query) @ _raise(key).transpose(-2, -1)), key_bias)
+    # Scaling the query instead of the logits saves one pass over the slab.
+    attention = _softmax((scale * _raise(query)) @ _raise(key).transpose(-2, -1), key_bias)
     if own_key is not None:
         own = own_key[:, None, :, None].expand(*attention.shape[:-1], 1)
         attention = attention.scatter(-1, own, 0)
