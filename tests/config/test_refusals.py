@@ -51,7 +51,6 @@ def refused(*overrides: str, config_dir: Path | None = None) -> list[str]:
         ("seed=true", "seed = true: must be a whole number"),
         ("train.epochs=two", "train.epochs = two: must be a whole number at least 0"),
         ("train.lr=inf", "train.lr = Infinity: must be a number"),
-        ("train.backbone_freeze_epochs=50", "train.backbone_freeze_epochs = 50: "),
         ("wandb.mode=onlin", "wandb.mode = onlin: must be one of offline, online, disabled"),
         ("name=a/b", "name = a/b: must be text"),
         ("train=quick", "train = quick: "),

@@ -54,7 +54,8 @@ class StraightThrough(Scaling):
             `mask`: gate m + p - stop(p) on every token, with m the selection as 0 or 1: bypassed tokens send a
             gradient too, so that in training the update of every token is computed;
             `stop_gradient`: gate 1 + stop(r) - stop(r) with r kept in the graph: the router's gradient is exactly zero.
-        normalize: applied to the score first, as for `multiply`.
+        normalize: applied to the score first, as for `multiply`. `sigmoid` keeps the surrogate bounded; with `raw` the
+            gradient that reaches the tokens through a linear score grows with the router's weights.
         target: `update` or `output`, see `Scaling`.
 
     Where the capacity relaxes its decision (`capacity=gumbel`), the gate of `value` and `mask` is that decision, 0 or
@@ -67,7 +68,7 @@ class StraightThrough(Scaling):
         self,
         *,
         form: Literal["value", "mask", "stop_gradient"] = "value",
-        normalize: Normalize = "raw",
+        normalize: Normalize = "sigmoid",
         **common: Any,
     ) -> None:
         super().__init__(**common)
