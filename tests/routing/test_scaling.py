@@ -215,7 +215,13 @@ def test_straight_through_with_every_bypass(form: str, bypass: str, capacity: st
 @pytest.mark.parametrize("target", ["update", "output"])
 def test_mask_gradient_is_that_of_its_surrogate(target: str) -> None:
     """d/dw with m + p(w) - p(w0) between the paths of every token, by finite differences."""
-    arm = ["bypass=project", "placement.sublayer=attention", "visibility=all", f"scaling.target={target}"]
+    arm = [
+        "scaling.normalize=raw",
+        "bypass=project",
+        "placement.sublayer=attention",
+        "visibility=all",
+        f"scaling.target={target}",
+    ]
     model = routed([*ONE_LAYER, "router=linear", "scaling=straight_through", "scaling.form=mask", *arm], double=True)
     weight = model.layers["1"].router.weight
     output = model.train()(X)
@@ -247,7 +253,9 @@ def test_mask_gradient_is_that_of_its_surrogate(target: str) -> None:
 
 def test_value_gradient_is_that_of_its_surrogate() -> None:
     """d/dw of the output with gate 1 + r(w) - r(w0) at the selection of w0, by finite differences."""
-    model = routed([*ONE_LAYER, "router=linear", "scaling=straight_through"], double=True).train()
+    model = routed(
+        [*ONE_LAYER, "router=linear", "scaling=straight_through", "scaling.normalize=raw"], double=True
+    ).train()
     weight = model.layers["1"].router.weight
     output = model(X)
     (gradient,) = torch.autograd.grad(output.square().sum(), weight)
