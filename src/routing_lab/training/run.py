@@ -48,6 +48,10 @@ from routing_lab.training.tracking import mirror
 MAX_LOGITS = 5_000_000
 """Examples x classes up to which predictions.npz holds the logits."""
 
+SHARED_WIDTH = 128
+"""Backbones narrower than this run on one thread: their operations are too short to be shared out, and threads that
+wait for each other cost most of the time on a machine that others use too (see benchmarks/README.md)."""
+
 ROUTING_AXES = ("router", "scaling", "capacity", "placement", "bypass", "visibility")
 
 
@@ -76,7 +80,7 @@ def run_cell(
     folder = RunFolder(run_folder(config, resolved), writes=_is_first_process())
     result: dict[str, Any] = {"folder": folder.path, "error": None, "signal": None, "trained": False}
     try:
-        with stoppable(), _quiet(), _threads(config.runtime.threads), folder.lock(_say):
+        with stoppable(), _quiet(), _threads(config), folder.lock(_say):
             return result | _run_locked(folder, config, resolved, warnings, command or command_line(), group)
     except Stopped as stopped:  # while it waited for another process
         return result | {"status": INTERRUPTED, "record": {}, "error": str(stopped), "signal": stopped.signal}
@@ -363,8 +367,11 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _threads(number: int | None) -> Iterator[None]:
+def _threads(config: Config) -> Iterator[None]:
     before = torch.get_num_threads()
+    number = config.runtime.threads
+    if number is None and config.backbone.width < SHARED_WIDTH:
+        number = 1
     if number is not None:
         torch.set_num_threads(number)
     try:

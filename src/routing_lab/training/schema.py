@@ -132,7 +132,9 @@ class RuntimeConfig(_Strict):
     devices: int = Field(default=1, ge=1)
     strategy: str = Field(default="auto", min_length=1, description="a Lightning strategy")
     workers: int = Field(default=0, ge=0, description="data-loading processes")
-    threads: int | None = Field(default=None, ge=1, description="null = torch's own number")
+    threads: int | None = Field(
+        default=None, ge=1, description="null = one for narrow backbones, else torch's own number"
+    )
     progress: Literal["auto", "bar", "plain", "none"] = "auto"
 
 
