@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torchmetrics import MeanMetric
 
 from routing_lab.tasks.auxiliary import AuxiliaryLosses
 from routing_lab.tasks.base import RoutedTask
@@ -58,7 +59,8 @@ class Classification(RoutedTask):
         self._teacher = [] if teacher is None else [teacher.eval().requires_grad_(False)]
         self.predictions: dict[str, np.ndarray] = {}
         self._train_sums: Tensor | None = None
-        self._val_sums = torch.zeros(3, dtype=torch.float64)
+        # Means in double precision are the same however many processes share the examples.
+        self.val_acc, self.val_loss = (MeanMetric().set_dtype(torch.float64) for _ in range(2))
         self._terms: list[str] = []
         self._test_batches: list[dict[str, Tensor]] = []
 
@@ -134,24 +136,21 @@ class Classification(RoutedTask):
 
     def on_validation_epoch_start(self) -> None:
         self._close_training_epoch()
-        self._val_sums = torch.zeros_like(self._val_sums)
+        self.val_acc.reset()
+        self.val_loss.reset()
         self.routing.reset()
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         images, target, index = batch
         logits, trace = self.evaluated(images, return_trace=True, sample_ids=index)
-        correct = (logits.argmax(dim=1) == target).sum().float()
-        loss = F.cross_entropy(logits.float(), target, reduction="sum")
-        self._val_sums += torch.stack([correct, loss, torch.full_like(loss, len(target))]).cpu().double()
+        self.val_acc.update(logits.argmax(dim=1) == target)
+        self.val_loss.update(F.cross_entropy(logits.float(), target, reduction="none"))
         self.routing.update(trace)
 
     def on_validation_epoch_end(self) -> None:
-        sums, strategy = self._val_sums, self.trainer.strategy
         if self.trainer.world_size > 1:
-            self.routing.reduce(strategy)
-            sums = strategy.reduce(sums.to(strategy.root_device), reduce_op="sum")
-        correct, loss, count = sums.tolist()
-        self.measured |= {"val/loss": loss / count, "val/acc": correct / count}
+            self.routing.reduce(self.trainer.strategy)
+        self.measured |= {"val/loss": self.val_loss.compute().item(), "val/acc": self.val_acc.compute().item()}
 
     def on_test_epoch_start(self) -> None:
         self.routing.reset()
