@@ -114,9 +114,7 @@ def _target(config: Config, full: ModelShape) -> float | Problem:
     return routed_macs(full, layers).total + routers
 
 
-def _too_far(
-    isoflop: IsoflopConfig, backbone: TimmBackbone, shape: ModelShape, ratio: float, target: float
-) -> Problem:
+def _too_far(isoflop: IsoflopConfig, backbone: TimmBackbone, shape: ModelShape, ratio: float, target: float) -> Problem:
     size = f"depth {shape.depth} of {backbone.depth}" if isoflop.by == "depth" else f"width {shape.width}"
     finer = {"depth": "isoflop.by=width", "width": "isoflop.mlp=adjust"}[isoflop.by]
     needed = math.ceil(abs(ratio - 1) * 1000) / 1000
