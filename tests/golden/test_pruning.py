@@ -121,7 +121,7 @@ def _near(
 
 
 def _patches(tokens: Tensor) -> Tensor:
-    """Patches of first tokens 0 .. N - 1, of which 0 is the class token; fused tokens are negative there and -1 here."""
+    """Patches of first tokens 0 .. N - 1, of which 0 is the class token. Fused ones are negative there, -1 here."""
     return (tokens - 1).clamp_min(-1)
 
 
