@@ -130,6 +130,7 @@ def attach(backbone: Backbone, config: Config) -> RoutedModel:
         sources,
         request,
         fill=placement.attention_fill,
+        active=placement.active,
         random_attention=stream_seed(config.seed, "routing", 1) if router.attention == "random" else None,
     )
     parameter = next(backbone.module.parameters())

@@ -416,6 +416,12 @@ def losses_fit(
     traits = traits_of("router", router)
     if not traits.routes:
         return
+    if placement.active == "eval" and any(loss.weight for loss in losses.values()):
+        yield Problem.of(
+            "placement.active",
+            "eval",
+            f"nothing is routed in training that losses={', '.join(losses)} could read; use both",
+        )
     for name, loss in losses.items():
         key = f"losses.{name}"
         if loss.class_path != members.LOSS_TARGETS.get(name):
@@ -522,10 +528,17 @@ REFUSALS: tuple[Callable[..., Iterator[Problem]], ...] = (
 
 
 def router_learns(
-    router: RouterConfig, scaling: ScalingConfig, capacity: CapacityConfig, bypass: BypassConfig
+    router: RouterConfig,
+    scaling: ScalingConfig,
+    capacity: CapacityConfig,
+    bypass: BypassConfig,
+    placement: PlacementConfig,
 ) -> Iterator[str]:
     """A learned router that training cannot change."""
     if not traits_of("router", router).learned:
+        return
+    if placement.active == "eval":
+        yield f"router={router.name} is learned but routes in evaluation only: it stays as it was initialised"
         return
     if traits_of("capacity", capacity).relaxes and isinstance(bypass, Drop) and bypass.train == "mask":
         return  # by way of the keys that its decision takes out

@@ -62,7 +62,7 @@ class Treated:
 def routing_rules(axes: RoutingAxes, routed: Sequence[int], depth: int) -> list[LayerRule]:
     """Which part of each layer only the kept tokens pay; dense where every token is computed whatever is kept."""
     every_token = isinstance(axes.scaling, SoftMix) and axes.scaling.evaluate == "soft"
-    if every_token or not traits_of("bypass", axes.bypass).saves:
+    if every_token or axes.placement.active == "train" or not traits_of("bypass", axes.bypass).saves:
         return layer_rules(depth, (), LayerRule())
     rule = LayerRule(
         sublayer=axes.placement.sublayer,
@@ -83,6 +83,8 @@ def nominal_counts(
         depth: number of layers.
         tokens: tokens that enter the first layer, `prefix` of them before the patches.
     """
+    if axes.placement.active == "train":
+        routed = ()
     bypass = traits_of("bypass", axes.bypass)
     nested = bypass.final or axes.capacity.persist == "hierarchical"
     entering = eligible = tokens

@@ -342,9 +342,10 @@ class PlacementConfig(Member):
 
     not_options: ClassVar[tuple[str, ...]] = (
         *Member.not_options,
-        *("sublayer", "attention_source", "lag", "attention_fill"),
+        *("active", "sublayer", "attention_source", "lag", "attention_fill"),
     )
 
+    active: Literal["both", "train", "eval"]
     sublayer: SubLayer
     attention_source: Literal["previous", "lag", "last_dense", "same"] | Index
     lag: Positive

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,8 @@ from routing_lab.routing.layer import (
 )
 from routing_lab.routing.noise import NoiseSource
 from routing_lab.routing.tokens import Tokens
+
+Active = Literal["both", "train", "eval"]
 
 AXIS_MODULES = ("router", "scaling", "capacity", "bypass", "corruption")
 
@@ -79,6 +81,7 @@ class RoutedModel(nn.Module):
         sources: for each routed layer the layer whose attention map its score is made of; empty: no map is needed.
         request: what the routers need of a source's map.
         fill: what stands in for tokens that a routed source did not attend to, see `Statistics.filled`.
+        active: when layers route: in training, in evaluation or in `both`; otherwise they are dense.
         random_attention: seed of random queries and keys from which the maps are taken instead of the trained ones; the
             attention outputs are untouched. None: trained attention.
 
@@ -96,6 +99,7 @@ class RoutedModel(nn.Module):
         request: StatisticsRequest | None = None,
         fill: str = "none",
         random_attention: int | None = None,
+        active: Active = "both",
     ) -> None:
         super().__init__()
         outside = [layer for layer in layers if not 0 <= layer < backbone.depth]
@@ -108,6 +112,7 @@ class RoutedModel(nn.Module):
         self.sources = dict(sorted((sources or {}).items()))
         self.request = request
         self.fill = fill
+        self.active = active
         self._adapter = backbone
         self.random_attention = random_attention is not None
         if random_attention is not None:
@@ -190,9 +195,10 @@ class RoutedModel(nn.Module):
         """
         maps: dict[int, AttentionStatistics] = {}
         latest: AttentionStatistics | None = None
-        last_use = {source: layer for layer, source in self.sources.items()}
+        last_use = {source: layer for layer, source in self.sources.items()} if self.is_active(state.training) else {}
         trace = Trace()
-        if state.training and self.hides:
+        routed = self.routed_layers if self.is_active(state.training) else []
+        if routed and state.training and self.hides:
             dtype = torch.promote_types(tokens.x.dtype, torch.float32)
             tokens = replace(tokens, policy=tokens.x.new_ones(tokens.x.shape[:2], dtype=dtype))
         for index in range(self._adapter.depth):
@@ -203,7 +209,7 @@ class RoutedModel(nn.Module):
             projection = getattr(self, f"random_projection_{index}") if request and self.random_attention else None
             entered = tokens
             statistics: Statistics | None = None
-            if index in self.routed_layers:
+            if index in routed:
                 layer = self.layers[str(index)]
                 source = self.sources.get(index)
                 if isinstance(layer.bypass, Reduction):
@@ -228,6 +234,10 @@ class RoutedModel(nn.Module):
                 maps.pop(source, None)
             trace.layers.append(part)
         return tokens, trace
+
+    def is_active(self, training: bool) -> bool:
+        """Whether the routed layers route, in training or in evaluation."""
+        return self.active == "both" or (self.active == "train") == training
 
     @property
     def num_router_parameters(self) -> int:
