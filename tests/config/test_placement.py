@@ -18,7 +18,7 @@ from routing_lab.routing.members import PLACEMENTS, attention_sources, routed_la
         ("every", {}, 4, [1, 2, 3]),
         ("every", {"first": 0}, 2, [0, 1]),
         ("stages", {}, 12, [3, 6, 9]),
-        ("stages", {}, 6, [1, 3, 4]),
+        ("stages", {}, 6, [1, 3, 5]),
         ("stages", {}, 2, [1]),
         ("bilayer", {}, 6, [1, 3]),
         ("bilayer", {}, 5, [1, 3]),

@@ -263,10 +263,10 @@ def every(depth: int, first: int = 1) -> list[int]:
 def stages(depth: int, layers: Sequence[int] | None = None) -> list[int]:
     """The given zero-based layers; None: after a quarter, a half and three quarters of the depth.
 
-    Of twelve layers these are 3, 6 and 9, the fourth, seventh and tenth block (EViT, DynamicViT).
+    Of twelve layers these are 3, 6 and 9, the fourth, seventh and tenth block (EViT, DynamicViT); of six 1, 3 and 5.
     """
     if layers is None:
-        return sorted({depth * quarter // 4 for quarter in (1, 2, 3)} - {0})
+        return sorted({depth // 4, depth // 2, depth - depth // 4} & set(range(1, depth)))
     return listed(depth, layers)
 
 
