@@ -172,9 +172,9 @@ def report_sweep(folder: Path, cells: Sequence[Sequence[str]], code: int = 0) ->
         The exit code of the command: `code`, or 1 where it is 0 and a cell did not finish.
     """
     outcomes = sweep_outcomes(folder)
-    labels = _labels(
-        [outcomes[number]["overrides"] if number in outcomes else cell for number, cell in enumerate(cells)]
-    )
+    given = [outcomes[number]["overrides"] if number in outcomes else cell for number, cell in enumerate(cells)]
+    labels = [label or "the run" for label in _labels(given)]
+    arms = _labels([[text for text in cell if not text.startswith("seed=")] for cell in given])
     records, failed = [], []
     for number, label in enumerate(labels):
         outcome = outcomes.get(number)
@@ -185,7 +185,8 @@ def report_sweep(folder: Path, cells: Sequence[Sequence[str]], code: int = 0) ->
             failed.append(f"  {label}: {outcome['status']}: {outcome['error']}{where}")
         else:
             try:
-                records.append(read_record(outcome["folder"]))
+                record = read_record(outcome["folder"])
+                records.append(record | {"arm": record["arm"] or arms[number] or None})
             except RecordError as error:
                 failed.append(f"  {label}: {error}")
     if records:
@@ -269,9 +270,9 @@ def _print_notes(records: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _labels(cells: Sequence[Sequence[str]]) -> list[str]:
-    """Each cell by the overrides that not all cells share."""
+    """Each cell by the overrides that not all cells share; empty where there are none."""
     shared = set.intersection(*(set(cell) for cell in cells)) if len(cells) > 1 else set()
-    return [" ".join(text for text in cell if text not in shared) or "the run" for cell in cells]
+    return [" ".join(text for text in cell if text not in shared) for cell in cells]
 
 
 # --- Hydra ---
