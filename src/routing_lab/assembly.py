@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import nn
 from routing_lab.backbones import adapt
 from routing_lab.backbones.build import build_llama, build_vit
 from routing_lab.config import Config, load
+from routing_lab.config.checks import locate
 from routing_lab.config.schema import LlamaBackbone, TimmBackbone
 from routing_lab.routing.base import LayerSpec
 from routing_lab.routing.layer import RoutedLayer
@@ -141,19 +141,6 @@ def attach(backbone: Backbone, config: Config) -> RoutedModel:
 def backbone_facts(backbone: Backbone) -> BackboneFacts:
     """What the configuration checks need to know of an adapted model."""
     return BackboneFacts(backbone.depth, backbone.width, backbone.heads, backbone.prefix, causal=backbone.causal)
-
-
-def locate(path: str) -> Any:
-    """The class or function at a dotted path.
-
-    Raises:
-        ValueError: if there is none.
-    """
-    module, _, name = path.rpartition(".")
-    try:
-        return getattr(import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"_target_ = {path}: {error}") from error
 
 
 def _routed_layer(config: Config, spec: LayerSpec) -> RoutedLayer:

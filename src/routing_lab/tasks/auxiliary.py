@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from routing_lab.assembly import locate
+from routing_lab.config.checks import locate
 from routing_lab.routing.base import Trace
 
 if TYPE_CHECKING:
