@@ -151,7 +151,7 @@ class RoutedModel(nn.Module):
         """
         tokens, context = self.embed(inputs)
         state = self.run_state(tokens, progress, step, sample_ids, noise)
-        tokens, trace = self.forward_tokens(tokens, context, state)
+        tokens, trace = self.forward_tokens(tokens, context, state, traced=return_trace)
         found = [self.head(tokens)]
         if return_trace:
             found.append(trace)
@@ -185,13 +185,19 @@ class RoutedModel(nn.Module):
         return RunState(progress if self.training else 1.0, noise, self.training, tokens.x.shape[1])
 
     def forward_tokens(
-        self, tokens: Tokens, context: Any, state: RunState, edits: Mapping[int, SelectionEdit] | None = None
+        self,
+        tokens: Tokens,
+        context: Any,
+        state: RunState,
+        edits: Mapping[int, SelectionEdit] | None = None,
+        traced: bool = True,
     ) -> tuple[Tokens, Trace]:
         """All layers, from the tokens that enter the first to those that leave the last.
 
         Args:
             edits: for some routed layers a function that replaces the selection made there, (scores, selection) ->
                 selection; a probe's way to force a token in or out.
+            traced: whether a trace is wanted; without, the one that is returned is empty.
         """
         maps: dict[int, AttentionStatistics] = {}
         latest: AttentionStatistics | None = None
@@ -209,6 +215,7 @@ class RoutedModel(nn.Module):
             projection = getattr(self, f"random_projection_{index}") if request and self.random_attention else None
             entered = tokens
             statistics: Statistics | None = None
+            part: LayerTrace | None
             if index in routed:
                 layer = self.layers[str(index)]
                 source = self.sources.get(index)
@@ -224,7 +231,7 @@ class RoutedModel(nn.Module):
                 else:
                     h, statistics = attend_all(tokens, block, context, request, projection)
                     tokens = tokens.with_x(h + block.mlp(h))
-                part = _dense_trace(entered, tokens)
+                part = _dense_trace(entered, tokens) if traced else None
             if statistics is not None:
                 maps[index] = latest = statistics.filled(self.fill, latest)
             if tokens.source is not entered.source:
@@ -232,7 +239,8 @@ class RoutedModel(nn.Module):
                 latest = None if latest is None else follow_statistics(latest, entered, tokens)
             for source in [source for source, user in last_use.items() if user == index]:
                 maps.pop(source, None)
-            trace.layers.append(part)
+            if traced and part is not None:
+                trace.layers.append(part)
         return tokens, trace
 
     def is_active(self, training: bool) -> bool:
