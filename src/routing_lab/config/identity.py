@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from routing_lab.config.schema import Config, FractionCapacity, Threshold
@@ -15,6 +16,12 @@ VOLATILE = (
     *("data.root", "data.download", "data.memory"),
 )
 """Keys that say where, how fast or why a run is executed, not what is run."""
+
+LATER: Mapping[str, Any] = MappingProxyType({"placement.active": "both"})
+"""Key that came after the first release -> the value that does what every run did before it.
+
+Such a key counts only where it has another value, so that the runs recorded before it are found again.
+"""
 
 
 def identity(resolved: Mapping[str, Any]) -> str:
@@ -26,9 +33,9 @@ def without_volatile(resolved: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a resolved configuration that the identity of the run depends on."""
     kept = {key: value for key, value in resolved.items() if key not in VOLATILE}
     for path in (key for key in VOLATILE if "." in key):
-        section, key = path.split(".")
-        if isinstance(kept.get(section), Mapping):
-            kept[section] = {name: value for name, value in kept[section].items() if name != key}
+        kept = _without(kept, path)
+    for path, neutral in LATER.items():
+        kept = _without(kept, path, neutral)
     return kept
 
 
@@ -61,6 +68,16 @@ def _budget(config: Config) -> str:
     if isinstance(value, list):
         value = f"{value[0]:g}to{value[-1]:g}"
     return capacity.name + (value if isinstance(value, str) else f"{value:g}")
+
+
+def _without(resolved: dict[str, Any], path: str, value: Any = ...) -> dict[str, Any]:
+    """`resolved` without the key at a dotted path; with `value`, only where it has that value."""
+    section, _, key = path.partition(".")
+    if not isinstance(resolved.get(section), Mapping) or key not in resolved[section]:
+        return resolved
+    if value is not ... and resolved[section][key] != value:
+        return resolved
+    return {**resolved, section: {name: found for name, found in resolved[section].items() if name != key}}
 
 
 def _canonical(value: Any) -> str:
