@@ -36,7 +36,7 @@ def main() -> None:
         started = time.perf_counter()
         write_many(runs, options.runs)
         print(f"{options.runs} run folders written in {time.perf_counter() - started:.1f} s")
-        read = "import sys; from routing_lab.evidence.records import read_records; read_records(sys.argv[1])"
+        read = "import sys; from routing_lab.runs.records import read_records; read_records(sys.argv[1])"
         measure("read_records", [sys.executable, "-c", read, str(runs)])
         for formats in ([name] for name in options.formats):
             flags = [f"--{name}" for name in formats]

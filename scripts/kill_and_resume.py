@@ -168,7 +168,7 @@ def _wait(process: int) -> int:
 def _outcome(runs: Path) -> dict[str, Any]:
     import numpy as np
 
-    from routing_lab.evidence.records import read_record
+    from routing_lab.runs.records import read_record
 
     (path,) = runs.glob("*/run.json")
     record, folder = read_record(path.parent), path.parent
@@ -190,7 +190,7 @@ def _differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
 
 
 def _epochs_done(runs: Path) -> str:
-    from routing_lab.evidence.records import RecordError, read_record
+    from routing_lab.runs.records import RecordError, read_record
 
     for path in runs.glob("*/run.json"):
         try:

@@ -1,6 +1,6 @@
 """routing_lab: controlled multi-seed experiments on how transformers route their tokens.
 
-Importing the package is cheap: torch is loaded when `route` or a model is first used.
+Importing the package is cheap: torch is loaded when `route` or `open_run` is first used.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from routing_lab.assembly import route
+    from routing_lab.training.opening import open_run
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "route"]
+__all__ = ["__version__", "open_run", "route"]
 
 
 def __getattr__(name: str) -> Any:
@@ -19,4 +20,8 @@ def __getattr__(name: str) -> Any:
         from routing_lab.assembly import route
 
         return route
+    if name == "open_run":
+        from routing_lab.training.opening import open_run
+
+        return open_run
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -71,8 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
 
     from routing_lab.config import ConfigError
-    from routing_lab.evidence.records import RecordError, json_text, write_text
     from routing_lab.evidence.study import StudyError, load_study
+    from routing_lab.runs.files import json_text, write_text
+    from routing_lab.runs.records import RecordError
 
     try:
         study = load_study(options.study)
@@ -156,9 +157,9 @@ def routed_layers(study: Study, scale: str) -> list[int]:
 
 def verdict(study: Study, scale: str, runs: Path) -> str | None:
     """The verdict's text by the records in a folder, or None where no run of the study has finished there."""
-    from routing_lab.evidence.records import read_records
     from routing_lab.evidence.study import plan_path, read_plan
     from routing_lab.evidence.verdict import evaluate, verdict_text
+    from routing_lab.runs.records import read_records
 
     if not runs.is_dir():
         return None
@@ -233,9 +234,9 @@ def push(study: Study, scale: str, runs: Path, entity: str | None, project: str)
     Raises:
         RecordError: `runs` is not a folder.
     """
-    from routing_lab.evidence.records import is_finished, read_history, read_records
+    from routing_lab.config.training import WandbConfig
     from routing_lab.evidence.verdict import study_arms
-    from routing_lab.training.schema import WandbConfig
+    from routing_lab.runs.records import is_finished, read_history, read_records
     from routing_lab.training.tracking import mirror
 
     target = WandbConfig(mode="online", project=project, entity=entity)

@@ -25,9 +25,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Write the report, print its summary and the files; the exit code is 2 where there is nothing to report on."""
     options = _parser().parse_args(arguments)
 
-    from routing_lab.evidence.records import RecordError
     from routing_lab.evidence.report import write_report
     from routing_lab.evidence.study import StudyError
+    from routing_lab.runs.records import RecordError
 
     try:
         is_study = options.target.suffix in (".yaml", ".yml")
@@ -101,7 +101,7 @@ def _read(runs: Path) -> list[dict[str, Any]]:
 
 
 def _not_empty(records: list[dict[str, Any]], runs: Path, which: str = "") -> list[dict[str, Any]]:
-    from routing_lab.evidence.records import RecordError
+    from routing_lab.runs.records import RecordError
 
     if not records:
         raise RecordError(f"{runs}: no runs{which} there")

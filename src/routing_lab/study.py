@@ -18,15 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from hydra._internal.callbacks import Callbacks
-from hydra.core.plugins import Plugins
-from hydra.types import HydraContext
-
 from routing_lab.config import Composer, ConfigError, Loaded, check_overrides, identity, run_folder
-from routing_lab.evidence.records import RecordError, read_record, write_json
 from routing_lab.evidence.study import Cell, Plan, Study, StudyError, check_arms, load_study, plan_path, read_plan
-from routing_lab.train import import_from_here, job, launched, shared_threads, sweep_outcomes
-from routing_lab.training.store import FINISHED, RunFolder
+from routing_lab.runs.files import write_json
+from routing_lab.runs.folder import RunFolder
+from routing_lab.runs.records import FINISHED, RecordError, read_record
+from routing_lab.sweeps import failure, launch_cells
+from routing_lab.train import import_from_here
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -175,29 +173,12 @@ def _note_changed_study(planned: PlannedStudy) -> None:
 
 def _launch(planned: PlannedStudy, missing: Sequence[int]) -> tuple[int, list[str]]:
     """Run cells through Hydra's launcher; returns the exit code and a line for each that did not finish."""
+    cells = [planned.jobs[i] for i in missing]
     folder = planned.runs / "sweeps" / planned.plan.study.key(planned.plan.scale)
-    jobs = [planned.jobs[i] for i in missing]
-    own = ["hydra.mode=MULTIRUN", f"hydra.sweep.dir={folder}", f"paths.runs={planned.runs}"]
-    config = planned.composer.multirun_config([*planned.hydra, *own])
-    threads = shared_threads(config.hydra.launcher, len(jobs))
-    if threads is not None:
-        jobs = [[*overrides, f"runtime.threads={threads}"] for overrides in jobs]
-    plugins = Plugins.instance()
-    context = HydraContext(config_loader=planned.composer.loader, callbacks=Callbacks(config))
-    launcher = plugins.instantiate_launcher(hydra_context=context, task_function=job, config=config)
-    code = launched(lambda: launcher.launch(jobs, initial_job_idx=0), folder)
-    outcomes = sweep_outcomes(folder)
-    failed: list[str] = []
-    for number, i in enumerate(missing):
-        cell = planned.plan.cells[i]
-        outcome = outcomes.get(number)
-        if outcome is None:
-            failed.append(f"  {cell.arm} seed={cell.seed}: did not run to its end")
-        elif outcome["status"] != FINISHED:
-            failed.append(
-                f"  {cell.arm} seed={cell.seed}: {outcome['status']}: {outcome['error']} ({outcome['folder']})"
-            )
-    return code, failed
+    code, outcomes = launch_cells(planned.composer, cells, folder, [*planned.hydra, f"paths.runs={planned.runs}"])
+    labels = [f"{planned.plan.cells[i].arm} seed={planned.plan.cells[i].seed}" for i in missing]
+    lines = [failure(label, outcomes.get(number), code) for number, label in enumerate(labels)]
+    return code, [line for line in lines if line is not None]
 
 
 # --- telling ---

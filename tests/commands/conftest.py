@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from routing_lab.config import identity, run_folder, run_name
-from routing_lab.evidence.records import new_record, write_json
+from routing_lab.runs.files import write_json
+from routing_lab.runs.records import new_record
 
 
 @pytest.fixture

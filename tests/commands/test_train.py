@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -103,7 +102,7 @@ def test_options_may_stand_between_overrides(train: Any, trained: list) -> None:
 
 
 def test_outcomes_of_jobs_in_other_processes_are_read_from_disk(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    from routing_lab.train import report_sweep, write_outcome
+    from routing_lab.sweeps import read_outcomes, report_sweep, write_outcome
 
     monkeypatch.chdir(tmp_path)
     failed = {
@@ -114,12 +113,28 @@ def test_outcomes_of_jobs_in_other_processes_are_read_from_disk(tmp_path: Path, 
         "folder": "runs/x",
         "overrides": ["seed=1", "a=1"],
     }
-    write_outcome(tmp_path / "sweep", 1, failed)
-    assert report_sweep(tmp_path / "sweep", [["seed=0", "a=1"], ["seed=1", "a=1"]]) == 1
+    write_outcome(tmp_path / "launch", 1, failed)
+    outcomes = read_outcomes(tmp_path / "launch")
+    assert report_sweep(tmp_path / "sweep", [["seed=0", "a=1"], ["seed=1", "a=1"]], outcomes) == 1
     out = capsys.readouterr().out
     assert "  seed=0: left no outcome" in out
     assert "  seed=1: failed: it broke (runs/x)" in out
-    assert json.loads((tmp_path / "sweep" / "cells" / "0001.json").read_text())["error"] == "it broke"
+
+
+def test_two_identical_sweeps_at_once_count_their_own_cells(tmp_path: Path) -> None:
+    from routing_lab.sweeps import Launch, write_outcome
+
+    outcome = {"status": "finished", "error": None, "trained": True, "signal": None, "folder": "x", "overrides": []}
+    first, second = Launch(tmp_path), Launch(tmp_path)
+    write_outcome(first.outcome_dir, 0, outcome)
+
+    def launch() -> None:
+        write_outcome(second.outcome_dir, 1, {**outcome, "trained": False})
+
+    code, outcomes = second(launch)
+    assert (code, list(outcomes)) == (0, [1])
+    assert list(first(lambda: None)[1]) == [0]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_error_outside_training_fails_its_cell_only(train: Any, trained: list, monkeypatch: Any, capfd: Any) -> None:

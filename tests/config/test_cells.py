@@ -6,7 +6,7 @@ import pytest
 
 from routing_lab.config import Composer, ConfigError, check_command
 from routing_lab.config.compose import expand, sweep_name
-from routing_lab.train import shared_threads
+from routing_lab.sweeps import shares
 
 
 def command(*overrides: str, multirun: bool = True):
@@ -86,7 +86,7 @@ def test_parallel_launchers_share_the_processors_out(monkeypatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)), raising=False)
 
     def threads(jobs: int, *overrides: str) -> int | None:
-        return shared_threads(command("seed=0,1", *overrides).launcher, jobs)
+        return shares(command("seed=0,1", *overrides).launcher, jobs)[0]
 
     assert threads(3) is None
     assert threads(3, "hydra/launcher=joblib") == 2
@@ -95,3 +95,4 @@ def test_parallel_launchers_share_the_processors_out(monkeypatch) -> None:
     assert threads(20, "hydra/launcher=joblib") == 1
     assert threads(2, "hydra/launcher=submitit_local") == 4
     assert threads(2, "hydra/launcher=submitit_slurm") is None
+    assert shares(command("seed=0,1", "hydra/launcher=submitit_local").launcher, 20) == (1, 8)

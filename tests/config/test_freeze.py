@@ -15,7 +15,7 @@ from tests.golden.mapping import vision_overrides
 
 from routing_lab.config import identity, load
 from routing_lab.config.compose import conf_path
-from routing_lab.evidence.records import read_records
+from routing_lab.runs.records import read_records
 from routing_lab.study import plan_study
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from routing_lab.evidence import records
+from routing_lab.runs import records
 
 CONFIG: dict[str, Any] = {
     "backbone": {"name": "vit_micro", "_target_": "a.B", "image_size": 8, "width": 64, "depth": 6, "heads": 4},

@@ -9,9 +9,9 @@ from tests.evidence.synthetic import write_arms
 from tests.evidence.test_report import ARMS
 from tests.evidence.test_study import CONTENT, write_study
 
-from routing_lab.evidence.records import read_records
 from routing_lab.evidence.report import build_report, write_report
 from routing_lab.evidence.study import parse_study
+from routing_lab.runs.records import read_records
 
 
 def test_report_fits_phone_and_desk_draws_and_prints(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from tests.evidence.test_study import CONTENT
 
 from routing_lab import dashboard
 from routing_lab.dashboard import TABLE_COLUMNS, TABLE_RESULTS, Panel, main, panels, push, routed_layers, verdict
-from routing_lab.evidence.records import flatten, read_history, read_records
 from routing_lab.evidence.study import Study, load_study, parse_study
+from routing_lab.runs.records import flatten, read_history, read_records
 from routing_lab.training import tracking
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"

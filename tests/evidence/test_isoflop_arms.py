@@ -6,7 +6,7 @@ from typing import Any
 
 from routing_lab.config import load
 from routing_lab.evidence.arms import arm_labels
-from routing_lab.evidence.records import comparable
+from routing_lab.runs.records import comparable
 
 
 def config(*overrides: str) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from tests.evidence.synthetic import STORED
 from tests.evidence.test_study import CONTENT
 
 from routing_lab.evidence import formatting
-from routing_lab.evidence.records import read_records
 from routing_lab.evidence.tables import sweep_table
+from routing_lab.runs.records import read_records
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 

@@ -19,11 +19,11 @@ from tests.evidence.test_study import CONTENT, content, write_study
 from routing_lab import report as command
 from routing_lab.evidence import claims, figures
 from routing_lab.evidence.arms import group_arms
-from routing_lab.evidence.records import read_records
 from routing_lab.evidence.report import build_report, to_html, to_latex, to_markdown, write_report
 from routing_lab.evidence.study import Cell, Plan, StudyError, parse_study
 from routing_lab.evidence.tables import pairwise_table, sweep_table
 from routing_lab.evidence.verdict import evaluate
+from routing_lab.runs.records import read_records
 
 ARMS: dict[str, Any] = {
     "amod": ({"router": "amod"}, 0.95),

@@ -12,7 +12,6 @@ import pytest
 from tests.evidence.synthetic import configuration, write_run
 
 from routing_lab.evidence import statistics
-from routing_lab.evidence.records import RecordError, read_records
 from routing_lab.evidence.study import (
     Cell,
     Plan,
@@ -26,6 +25,7 @@ from routing_lab.evidence.study import (
     read_plan,
 )
 from routing_lab.evidence.verdict import describe, effects_table, evaluate, verdict_record, verdict_text
+from routing_lab.runs.records import RecordError, read_records
 
 ARMS: dict[str, dict[str, Any]] = {
     "dense": {"router": "dense"},

@@ -15,7 +15,6 @@ from tests.evidence.synthetic import configuration, write_arms, write_run
 
 from routing_lab.evidence import formatting, statistics
 from routing_lab.evidence.arms import arm_labels, differing_keys, group_arms
-from routing_lab.evidence.records import flatten, read_records
 from routing_lab.evidence.tables import (
     csv_text,
     render_html,
@@ -27,6 +26,7 @@ from routing_lab.evidence.tables import (
     win_counts,
     write_csv,
 )
+from routing_lab.runs.records import flatten, read_records
 
 DENSE, LINEAR, AMOD = {"router": "dense"}, {"router": "linear"}, {"router": "amod"}
 ARMS: dict[str, Any] = {"amod": (AMOD, 0.95), "dense": (DENSE, 0.96), "linear": (LINEAR, 0.93)}

@@ -15,10 +15,11 @@ from tests.evidence.synthetic import STORED
 
 from routing_lab import report as command
 from routing_lab.evidence import wandb_source
-from routing_lab.evidence.records import RecordError, json_text, read_history, read_records, to_frame
 from routing_lab.evidence.report import build_report, to_csv
 from routing_lab.evidence.tables import sweep_table
 from routing_lab.evidence.wandb_source import RECORD_KEY, has_api_key, read_source, records_from_wandb
+from routing_lab.runs.files import json_text
+from routing_lab.runs.records import RecordError, read_history, read_records, to_frame
 from routing_lab.training.tracking import summary
 
 

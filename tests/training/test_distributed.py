@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from routing_lab.evidence.records import read_history, read_record
-from routing_lab.training.store import RunFolder
+from routing_lab.runs.folder import RunFolder
+from routing_lab.runs.records import read_history, read_record
 
 SCRIPT = """
 import sys

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from routing_lab.evidence.records import read_history
-from routing_lab.training.store import RunFolder
+from routing_lab.runs.folder import RunFolder
+from routing_lab.runs.records import read_history
 
 Run = Callable[..., dict[str, Any]]
 METHOD = ("method=dynamicvit", "backbone.depth=4", "placement.layers=[1,2]")

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from routing_lab.runs.folder import RunFolder
 from routing_lab.tasks.classification import Classification
 from routing_lab.training import callbacks
-from routing_lab.training.store import RunFolder
 
 Run = Callable[..., dict[str, Any]]
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from routing_lab.evidence.records import read_history
-from routing_lab.training.store import RunFolder
+from routing_lab.runs.folder import RunFolder
+from routing_lab.runs.records import read_history
 
 Run = Callable[..., dict[str, Any]]
 
@@ -78,7 +78,7 @@ def test_rerun_starts_afresh_and_keeps_the_old_run(run: Run, capsys: pytest.Capt
 HOLD_AND_FINISH = """
 import os, sys, time
 from pathlib import Path
-from routing_lab.training.store import RunFolder
+from routing_lab.runs.folder import RunFolder
 folder = RunFolder(sys.argv[1])
 with folder.lock(print):
     print("held", flush=True)

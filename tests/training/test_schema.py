@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from pydantic import TypeAdapter, ValidationError
 
 from routing_lab.config import conf_path
-from routing_lab.training.schema import InitConfig, TrainConfig
+from routing_lab.config.training import InitConfig, TrainConfig
 
 RECIPES = sorted(path.stem for path in (conf_path() / "recipe").glob("*.yaml"))
 
@@ -83,6 +83,7 @@ def test_every_initialisation_has_its_own_keys(node: dict[str, Any], kind: str) 
         adapter.validate_python(node | {"surplus": 1})
 
 
-def test_schema_and_store_import_no_torch() -> None:
-    code = "import sys, routing_lab.training.schema, routing_lab.training.store; sys.exit('torch' in sys.modules)"
+def test_schema_and_folder_import_no_torch() -> None:
+    modules = "routing_lab.config.training, routing_lab.runs.folder, routing_lab.sweeps"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

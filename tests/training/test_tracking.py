@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from routing_lab.config.training import WandbConfig
 from routing_lab.training import tracking
-from routing_lab.training.schema import WandbConfig
 
 Run = Callable[..., dict[str, Any]]
 
@@ -100,7 +100,7 @@ def test_disabled_imports_nothing() -> None:
     code = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from routing_lab.training.schema import WandbConfig\n"
+        "from routing_lab.config.training import WandbConfig\n"
         "from routing_lab.training.tracking import mirror\n"
         "assert mirror(WandbConfig(mode='disabled'), Path(), {}, {}, [], None) is None\n"
         "sys.exit('wandb' in sys.modules)"

@@ -37,6 +37,7 @@ from routing_lab.config.schema import (
     TimmBackbone,
     VisibilityConfig,
 )
+from routing_lab.config.training import CheckpointInit, DenseInit, InitConfig, PretrainedInit, ScratchInit, TrainConfig
 from routing_lab.data.inspect import inspect as inspect_data
 from routing_lab.data.schema import DataConfig
 from routing_lab.routing import members
@@ -51,7 +52,6 @@ from routing_lab.routing.members import (
     attention_sources,
     routed_layers,
 )
-from routing_lab.training.schema import CheckpointInit, DenseInit, InitConfig, PretrainedInit, ScratchInit, TrainConfig
 
 TRAITS: Mapping[str, tuple[Mapping[str, Any], Any]] = {
     "router": (members.ROUTERS, RouterTraits()),

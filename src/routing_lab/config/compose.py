@@ -14,9 +14,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -27,6 +24,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from routing_lab.config.hydra_internals import BasicSweeper, ConfigLoaderImpl, create_config_search_path
 from routing_lab.config.problems import ConfigError, Problem, alternatives, one_line, shown
 
 PRIMARY = "train"

@@ -18,9 +18,10 @@ VOLATILE = (
 """Keys that say where, how fast or why a run is executed, not what is run."""
 
 LATER: Mapping[str, Any] = MappingProxyType({"placement.active": "both"})
-"""Key that came after the first release -> the value that does what every run did before it.
+"""Key, or section, that came after the first release -> the value that does what every run did before it.
 
-Such a key counts only where it has another value, so that the runs recorded before it are found again.
+Such a key counts only where it has another value, so that the runs recorded before it are found again; a configuration
+that was written before it has that value.
 """
 
 
@@ -73,6 +74,9 @@ def _budget(config: Config) -> str:
 def _without(resolved: dict[str, Any], path: str, value: Any = ...) -> dict[str, Any]:
     """`resolved` without the key at a dotted path; with `value`, only where it has that value."""
     section, _, key = path.partition(".")
+    if not key:
+        left_out = section in resolved and (value is ... or resolved[section] == value)
+        return {name: found for name, found in resolved.items() if not (left_out and name == section)}
     if not isinstance(resolved.get(section), Mapping) or key not in resolved[section]:
         return resolved
     if value is not ... and resolved[section][key] != value:

@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 
 from routing_lab.config.checks import REFUSALS, REMARKS, outside_members, run_checks
 from routing_lab.config.compose import Composer, plain
+from routing_lab.config.identity import LATER
 from routing_lab.config.isoflop import with_baseline
 from routing_lab.config.problems import ConfigError, Problem, accepted_by, alternatives, from_validation, parts_of
 from routing_lab.config.schema import LOSS_MODELS, MEMBER_MODELS, OUTSIDE_MODELS, Config, LossConfig, OutsideLoss
@@ -143,6 +144,8 @@ def _validate(data: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
         if key not in Config.model_fields
     ]
     for name, field in Config.model_fields.items():
+        if name not in data and name in LATER:
+            data = {**data, name: LATER[name]}
         if name not in data:
             problems.append(Problem(name, None, "is missing"))
             continue
@@ -167,10 +170,17 @@ def _section(name: str, field: FieldInfo, value: Any) -> Any:
     model = (
         _member_model(name, value) if name in MEMBER_MODELS else _tagged_model(name, models, field.discriminator, value)
     )
+    value = _completed(name, model, value)
     try:
         return model.model_validate(value)
     except ValidationError as error:
         raise ConfigError(from_validation(error, model, name, value)) from None
+
+
+def _completed(name: str, model: type[BaseModel], value: Mapping[str, Any]) -> dict[str, Any]:
+    """A section with the keys that the version which wrote it did not have yet, at the value that changes nothing."""
+    later = {path.partition(".")[2]: neutral for path, neutral in LATER.items() if path.startswith(f"{name}.")}
+    return {key: neutral for key, neutral in later.items() if key in _keys(model)} | dict(value)
 
 
 def _losses(value: Any) -> dict[str, LossConfig]:

@@ -13,9 +13,9 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny
 
+from routing_lab.config.training import InitConfig, RuntimeConfig, TrainConfig, WandbConfig
 from routing_lab.data.schema import DataConfig
 from routing_lab.routing.members import BackboneFacts, SubLayer, TokenKind
-from routing_lab.training.schema import InitConfig, RuntimeConfig, TrainConfig, WandbConfig
 
 Fraction: TypeAlias = Annotated[float, Field(gt=0, le=1)]
 Positive: TypeAlias = Annotated[int, Field(ge=1)]

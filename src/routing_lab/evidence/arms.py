@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from routing_lab.evidence.formatting import runs_of, value_text
-from routing_lab.evidence.records import arm_key, compared_config, flatten, is_finished, natural
+from routing_lab.runs.files import natural
+from routing_lab.runs.records import arm_key, compared_config, flatten, is_finished
 
 # Filled in from another key by the configuration, so they never say more than that key does.
 _DERIVED = {"data.image_size": "backbone.image_size", "data.channels": "backbone.channels"}

@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 
 from routing_lab.evidence import formatting, statistics
 from routing_lab.evidence.arms import Arm, metric_of
-from routing_lab.evidence.records import read_history
+from routing_lab.runs.records import read_history
 
 MAX_ROWS = 40
 """Rows of a forest plot; of more, those with the largest differences are drawn."""

@@ -20,10 +20,11 @@ from routing_lab.evidence import figures, tables
 from routing_lab.evidence.arms import Arm
 from routing_lab.evidence.claims import Claim, claims_table, judge
 from routing_lab.evidence.figures import Drawing, Row
-from routing_lab.evidence.records import member_name, tidy_rows, write_text
 from routing_lab.evidence.study import Plan, Study
 from routing_lab.evidence.tables import DEFAULT_METRIC, SweepTable, Table, pairwise_table, sweep_table
 from routing_lab.evidence.verdict import StudyResult, effects_table, evaluate, verdict_text
+from routing_lab.runs.files import write_text
+from routing_lab.runs.records import member_name, tidy_rows
 
 FORMATS = ("html", "md", "csv", "latex")
 MAX_PAIRWISE = 8

@@ -19,8 +19,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from routing_lab.evidence.arms import differing_keys
-from routing_lab.evidence.records import comparable, is_finished, write_text
 from routing_lab.evidence.statistics import MIN_SEEDS
+from routing_lab.runs.files import write_text
+from routing_lab.runs.records import comparable, is_finished
 
 VerdictName = Literal["supports", "contradicted", "mixed", "inconclusive"]
 Sign = Literal["positive", "negative", "none"]

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 from routing_lab.evidence import formatting
 from routing_lab.evidence.arms import Arm, group_arms, metric_of
 from routing_lab.evidence.formatting import Kind
-from routing_lab.evidence.records import member_name, scale_label, write_text
+from routing_lab.runs.files import write_text
+from routing_lab.runs.records import member_name, scale_label
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable

@@ -16,14 +16,6 @@ import numpy as np
 from routing_lab.evidence import formatting, statistics
 from routing_lab.evidence.arms import Arm, group_arms
 from routing_lab.evidence.formatting import Kind
-from routing_lab.evidence.records import (
-    RecordError,
-    compared_config,
-    is_finished,
-    read_history,
-    read_predictions,
-    scale_label,
-)
 from routing_lab.evidence.statistics import Bootstrap, Difference
 from routing_lab.evidence.study import (
     SAVING,
@@ -36,6 +28,14 @@ from routing_lab.evidence.study import (
     speed_up_name,
 )
 from routing_lab.evidence.tables import Column, Comparison, Shown, Table, compare
+from routing_lab.runs.records import (
+    RecordError,
+    compared_config,
+    is_finished,
+    read_history,
+    read_predictions,
+    scale_label,
+)
 
 EQUAL_DIFFERENCES = "equal under all seeds: no estimate of noise"
 """Why differences that agree to the last digit have no interval: a small test set rounds their noise away."""

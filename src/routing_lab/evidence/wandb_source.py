@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from routing_lab.evidence.records import RecordError, in_order, parse_record, read_records, unreadable_record
+from routing_lab.runs.records import RecordError, in_order, parse_record, read_records, unreadable_record
 
 PREFIX = "wandb:"
 """What a source that is not a folder begins with: `wandb:<entity>/<project>`."""

@@ -24,7 +24,7 @@ from routing_lab.streams import stream_seed
 if TYPE_CHECKING:
     from timm.scheduler.scheduler import Scheduler
 
-    from routing_lab.training.schema import TrainConfig
+    from routing_lab.config.training import TrainConfig
 
 
 class RoutedTask(pl.LightningModule):

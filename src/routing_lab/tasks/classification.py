@@ -21,7 +21,7 @@ from routing_lab.tasks.distillation import logit_divergence, token_loss
 
 if TYPE_CHECKING:
     from routing_lab.config.schema import LossConfig
-    from routing_lab.training.schema import TrainConfig
+    from routing_lab.config.training import TrainConfig
 
 Batch = tuple[Tensor, Tensor, Tensor]
 """Images [B, channels, H, W]; classes [B] int64, or probabilities [B, C] when mixed; indices of the examples [B]."""

@@ -1,4 +1,4 @@
-"""Training one cell: schema, run folder, the run itself, tracking.
+"""Training one cell: its weights, the run itself, the costs, what a person and a tracker see of it.
 
-Nothing is imported here: `training.schema` and `training.store` are read by commands that must start without torch.
+Nothing is imported here.
 """

@@ -18,8 +18,9 @@ from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.callbacks import Checkpoint, RichProgressBar
 from safetensors.torch import save_file
 
+from routing_lab.runs.files import replacing
+from routing_lab.runs.folder import RunFolder
 from routing_lab.tasks.base import RoutedTask
-from routing_lab.training.store import RunFolder, replacing
 
 LIGHTNING_LOGGERS = ("lightning.pytorch", "lightning.fabric")
 """Names of the loggers that Lightning's remarks go to."""

@@ -15,8 +15,8 @@ from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import Tensor, nn
 
 from routing_lab.assembly import build_model
+from routing_lab.config.training import CheckpointInit, DenseInit, PretrainedInit
 from routing_lab.routing.model import AXIS_MODULES
-from routing_lab.training.schema import CheckpointInit, DenseInit, PretrainedInit
 
 if TYPE_CHECKING:
     from routing_lab.config import Config

@@ -22,9 +22,11 @@ from safetensors.torch import load_file
 from routing_lab.assembly import build_model
 from routing_lab.config import Config, Loaded, check, identity, load, run_folder, run_name
 from routing_lab.config.isoflop import full_size
+from routing_lab.config.training import TrainConfig
 from routing_lab.cost.measure import count_trace
 from routing_lab.data import VisionData, build_data
-from routing_lab.evidence.records import new_record
+from routing_lab.runs.folder import RunFolder
+from routing_lab.runs.records import FAILED, FINISHED, INTERRUPTED, new_record
 from routing_lab.tasks.base import check_optimizer
 from routing_lab.tasks.classification import Classification
 from routing_lab.training.callbacks import (
@@ -40,9 +42,7 @@ from routing_lab.training.callbacks import (
 from routing_lab.training.costs import CostMeter
 from routing_lab.training.environment import command_line, environment, git_state
 from routing_lab.training.initialisation import initialise, load_weights, read_weights
-from routing_lab.training.schema import TrainConfig
 from routing_lab.training.signals import Stopped, stoppable
-from routing_lab.training.store import FAILED, FINISHED, INTERRUPTED, RunFolder
 from routing_lab.training.tracking import mirror
 
 MAX_LOGITS = 5_000_000

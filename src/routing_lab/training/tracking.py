@@ -12,11 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from routing_lab.evidence.records import flatten, json_text
 from routing_lab.evidence.wandb_source import NO_API_KEY, RECORD_KEY, has_api_key
+from routing_lab.runs.files import json_text
+from routing_lab.runs.records import flatten
 
 if TYPE_CHECKING:
-    from routing_lab.training.schema import WandbConfig
+    from routing_lab.config.training import WandbConfig
 
 
 def mirror(

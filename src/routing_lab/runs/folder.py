@@ -8,9 +8,8 @@
         error.log           the traceback of the last failure
         checkpoints/        last.ckpt, previous.ckpt (to resume), best.safetensors, final.safetensors
 
-Every file is written under a temporary name in the same folder and then renamed, so a reader never sees half a file
-and a process killed at any moment leaves the previous version. One process trains at a time: it holds an operating
-system lock, which a killed process releases by dying. No torch here: a finished run is reported without it.
+Every file is replaced as a whole (`runs.files`). One process trains at a time: it holds an operating system lock, which
+a killed process releases by dying. No torch here: a finished run is reported without it.
 """
 
 from __future__ import annotations
@@ -28,12 +27,11 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock, Timeout
 from omegaconf import OmegaConf
 
-from routing_lab.evidence.records import RecordError, is_finished, read_record, write_json, write_text
+from routing_lab.runs.files import replacing, write_json, write_text
+from routing_lab.runs.records import RecordError, is_finished, read_record
 
 if TYPE_CHECKING:
     import numpy as np
-
-RUNNING, FINISHED, FAILED, INTERRUPTED = "running", "finished", "failed", "interrupted"
 
 
 class RunFolder:
@@ -167,21 +165,3 @@ class RunFolder:
 def heartbeat() -> dict[str, Any]:
     """Time (UTC, ISO 8601), process and host of this moment."""
     return {"time": datetime.now(UTC).isoformat(timespec="seconds"), "pid": os.getpid(), "host": socket.gethostname()}
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path beside `path` that takes its place when the block ends without an error.
-
-    The new content reaches the disk before the name changes. After an error the temporary file is removed and `path`
-    stays as it was.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        yield temporary
-        with open(temporary, "rb") as stream:
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from routing_lab.evidence import records
+from routing_lab.runs import files, records
 
 CONFIG = {
     "backbone": {"name": "vit_micro", "depth": 6, "_target_": "x.Y"},
@@ -33,7 +33,7 @@ def make_run(folder: Path, **changes: object) -> dict:
     folder.mkdir(parents=True)
     record = records.new_record(CONFIG, run_id=folder.name, name=folder.name, command="the command")
     record.update(changes)
-    records.write_json(folder / "run.json", record)
+    files.write_json(folder / "run.json", record)
     return record
 
 
@@ -49,21 +49,21 @@ def test_record_reads_back_as_written(tmp_path: Path) -> None:
 
 @given(st.floats(allow_nan=False))
 def test_floats_round_trip(value: float) -> None:
-    assert json.loads(json.dumps(records._plain({"x": value})))["x"] == value
+    assert json.loads(json.dumps(files._plain({"x": value})))["x"] == value
 
 
 def test_bytes_do_not_depend_on_the_order_of_keys_nor_on_the_kind_of_number(tmp_path: Path) -> None:
     one = {"kept": {11: 0.5, 3: np.float64(0.25)}, "a": (1, 2), "path": Path("x")}
     two = {"path": "x", "a": [1, 2], "kept": {"3": 0.25, "11": 0.5}}
-    records.write_json(tmp_path / "one", one)
-    records.write_json(tmp_path / "two", two)
+    files.write_json(tmp_path / "one", one)
+    files.write_json(tmp_path / "two", two)
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
     assert list(json.loads((tmp_path / "one").read_text())["kept"]) == ["3", "11"]
 
 
 def test_numpy_values_nan_and_infinity_are_kept(tmp_path: Path) -> None:
     values = {"n": np.int64(3), "a": np.arange(2), "nan": math.nan, "inf": -math.inf, "b": np.bool_(True)}
-    records.write_json(tmp_path / "x", values)
+    files.write_json(tmp_path / "x", values)
     read = json.loads((tmp_path / "x").read_text())
     assert read["n"] == 3
     assert read["a"] == [0, 1]
@@ -73,16 +73,16 @@ def test_numpy_values_nan_and_infinity_are_kept(tmp_path: Path) -> None:
 
 
 def test_failed_write_leaves_the_old_file_and_no_temporary_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = records.write_json(tmp_path / "run.json", {"a": 1})
+    path = files.write_json(tmp_path / "run.json", {"a": 1})
     with pytest.raises(TypeError, match="object"):
-        records.write_json(path, {"a": object()})
+        files.write_json(path, {"a": object()})
 
     def no_disk(*_: object) -> None:
         raise OSError("no space left")
 
     monkeypatch.setattr(os, "fsync", no_disk)
     with pytest.raises(OSError, match="no space"):
-        records.write_json(path, {"a": 2})
+        files.write_json(path, {"a": 2})
     assert [p.name for p in tmp_path.iterdir()] == ["run.json"]
     assert json.loads(path.read_text()) == {"a": 1}
 
@@ -184,7 +184,7 @@ def test_scale_label(backbone: str, data: str, recipe: str, label: str) -> None:
 
 def test_reading_records_loads_no_torch_and_no_pandas() -> None:
     heavy = ("torch", "timm", "lightning", "pandas", "scipy")
-    code = f"import sys, routing_lab.evidence.records; print([m for m in {heavy} if m in sys.modules])"
+    code = f"import sys, routing_lab.runs.records; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

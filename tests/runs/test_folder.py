@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from routing_lab.evidence.records import new_record, read_history
-from routing_lab.training.store import FINISHED, RunFolder, replacing
+from routing_lab.runs.files import replacing
+from routing_lab.runs.folder import RunFolder
+from routing_lab.runs.records import FINISHED, new_record, read_history
 
 HOLD = """
 import sys, time
-from routing_lab.training.store import RunFolder
+from routing_lab.runs.folder import RunFolder
 with RunFolder(sys.argv[1]).lock(print):
     print("held", flush=True)
     time.sleep(60)

@@ -1,12 +1,10 @@
-"""What a run leaves behind, and how it is written and read.
+"""What a run leaves behind, and how it is read.
 
 A run folder holds `config.yaml`, `run.json` (the record), `history.csv`, `predictions.npz` and `checkpoints/`. The
 record is one JSON object with the sections of `SECTIONS`; accuracies are fractions in [0, 1], costs are
 multiply-accumulates of one example, times are seconds.
 
-Files are written to a temporary name in the same folder and then renamed, so that a reader sees the old file or the
-new one and never half of one. Importing this module costs a few milliseconds: pandas and numpy are loaded by the
-functions that need them.
+Importing this module costs a few milliseconds: pandas and numpy are loaded by the functions that need them.
 """
 
 from __future__ import annotations
@@ -14,10 +12,11 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from routing_lab.runs.files import natural
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,7 +25,9 @@ if TYPE_CHECKING:
 SCHEMA = 1
 """Version of the record; a record of a newer version is not read."""
 
-STATUSES = ("running", "finished", "failed", "interrupted")
+RUNNING, FINISHED, FAILED, INTERRUPTED = "running", "finished", "failed", "interrupted"
+
+STATUSES = (RUNNING, FINISHED, FAILED, INTERRUPTED)
 """What a writer puts into `status`. Reading adds `unreadable`, with the cause under `reason`."""
 
 AXES = ("backbone", "router", "scaling", "capacity", "placement", "bypass", "visibility", "data", "init")
@@ -65,7 +66,7 @@ def new_record(config: Mapping[str, Any], *, run_id: str, name: str, command: st
         "schema": SCHEMA,
         "run_id": run_id,
         "name": name,
-        "status": "running",
+        "status": RUNNING,
         "command": command,
         "seed": config["seed"],
         "study": config.get("study"),
@@ -76,41 +77,6 @@ def new_record(config: Mapping[str, Any], *, run_id: str, name: str, command: st
     record["config"] = dict(config)
     record["axes"] = {axis: _visible(config[axis]) for axis in AXES if isinstance(config.get(axis), Mapping)}
     return record
-
-
-def write_text(path: Path | str, text: str) -> Path:
-    """Write `text` (UTF-8, newlines as given) so that `path` holds all of it or what it held before."""
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "w", encoding="utf-8", newline="") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    _sync_folder(path.parent)
-    return path
-
-
-def json_text(payload: Mapping[str, Any]) -> str:
-    """`payload` as JSON, the same text for equal payloads.
-
-    Keys are sorted, whole numbers among them by value. Floats are written with the digits that give the same float
-    back; NaN and infinities as `NaN` and `Infinity`, the dialect that Python and pandas read. Tuples and arrays
-    become lists, numpy numbers plain numbers, paths strings.
-
-    Raises:
-        TypeError: a value that JSON cannot hold.
-    """
-    return json.dumps(_plain(payload), indent=1, ensure_ascii=False)
-
-
-def write_json(path: Path | str, payload: Mapping[str, Any]) -> Path:
-    """Write `json_text` of `payload`, atomically and with the same bytes for equal payloads; raises like it."""
-    return write_text(path, json_text(payload) + "\n")
 
 
 def read_record(folder: Path | str) -> dict[str, Any]:
@@ -213,7 +179,7 @@ def in_order(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def is_finished(record: Mapping[str, Any]) -> bool:
     """Whether the run went to its end, so that its metrics count."""
-    return bool(record["status"] == "finished")
+    return bool(record["status"] == FINISHED)
 
 
 def read_history(record: Mapping[str, Any]) -> dict[str, list[float]]:
@@ -332,12 +298,6 @@ def member_name(record: Mapping[str, Any], axis: str) -> str | None:
     return _member(record, axis)
 
 
-def natural(text: str) -> tuple[tuple[int, int, str], ...]:
-    """Sort key under which `layer10` follows `layer9`."""
-    parts = re.split(r"(\d+)", str(text))
-    return tuple((1, 0, part) if i % 2 == 0 else (0, int(part), "") for i, part in enumerate(parts) if part)
-
-
 _TOY_DATA = frozenset({"digits", "planted"})
 _TOY_BACKBONES = frozenset({"vit_micro", "llama_micro"})
 _PAPER_DATA = frozenset({"imagenet", "imagenet100", "cifar10", "cifar100", "cars", "pets", "flowers"})
@@ -383,25 +343,6 @@ def _recipe(record: Mapping[str, Any]) -> str | None:
     return node.get("name") if isinstance(node, Mapping) else None
 
 
-def _plain(value: Any) -> Any:
-    if value is None or type(value) in (str, bool, int, float):
-        return value
-    if isinstance(value, Mapping):
-        keys = sorted(((str(key), key) for key in value), key=lambda pair: natural(pair[0]))
-        return {key: _plain(value[original]) for key, original in keys}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, (set, frozenset)):
-        return [_plain(item) for item in sorted(value)]
-    if hasattr(value, "tolist"):
-        return _plain(value.tolist())
-    if isinstance(value, (str, int, float)):
-        return next(kind(value) for kind in (str, int, float) if isinstance(value, kind))
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    raise TypeError(f"a record cannot hold a {type(value).__name__}: {value!r}")
-
-
 def _cell(value: Any) -> Any:
     return json.dumps(value) if isinstance(value, (list, tuple, dict)) else value
 
@@ -411,13 +352,3 @@ def _number(text: str) -> float:
         return float(text)
     except ValueError:
         return math.nan
-
-
-def _sync_folder(folder: Path) -> None:
-    if os.name != "posix":
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
