@@ -27,7 +27,8 @@ from pathlib import Path
 from IPython.display import display
 
 from routing_lab.evidence import figures
-from routing_lab.evidence.study import load_study, read_plans
+from routing_lab.evidence.registration import read_plans
+from routing_lab.evidence.study import load_study
 from routing_lab.evidence.tables import pairwise_table, sweep_table
 from routing_lab.evidence.verdict import effects_table, evaluate, verdict_text
 from routing_lab.evidence.wandb_source import read_source

@@ -157,14 +157,13 @@ def routed_layers(study: Study, scale: str) -> list[int]:
 
 def verdict(study: Study, scale: str, runs: Path) -> str | None:
     """The verdict's text by the records in a folder, or None where no run of the study has finished there."""
-    from routing_lab.evidence.study import plan_path, read_plan
+    from routing_lab.evidence.registration import find_plan
     from routing_lab.evidence.verdict import evaluate, verdict_text
     from routing_lab.runs.records import read_records
 
     if not runs.is_dir():
         return None
-    path = plan_path(runs, study.name, scale)
-    plan = read_plan(path) if path.exists() else None
+    plan = find_plan(runs, study.name, scale)
     result = evaluate(plan.study if plan else study, read_records(runs), scale=scale, plan=plan)
     return verdict_text(result) if any(arm.finished for arm in result.arms.values()) else None
 

@@ -62,8 +62,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _of_folder(options: argparse.Namespace) -> tuple[Report, Path]:
+    from routing_lab.evidence.registration import read_plans
     from routing_lab.evidence.report import build_report
-    from routing_lab.evidence.study import read_plans
     from routing_lab.evidence.wandb_source import is_wandb
 
     records = _not_empty(_read(options.target), options.target)
@@ -75,12 +75,12 @@ def _of_folder(options: argparse.Namespace) -> tuple[Report, Path]:
 
 
 def _of_study(options: argparse.Namespace) -> tuple[Report, Path]:
+    from routing_lab.evidence.registration import find_plan
     from routing_lab.evidence.report import build_report
-    from routing_lab.evidence.study import load_study, plan_path, read_plan
+    from routing_lab.evidence.study import load_study
 
     study = load_study(options.target)
-    paths = [plan_path(options.runs, study.name, scale) for scale in study.scales]
-    plans = [read_plan(path) for path in paths if path.exists()]
+    plans = [plan for scale in study.scales if (plan := find_plan(options.runs, study.name, scale))]
     names = {study.name, *(study.key(scale) for scale in study.scales)}
     planned = {cell.run_id for plan in plans for cell in plan.cells}
     records = [record for record in _read(options.runs) if record["study"] in names or record["run_id"] in planned]

@@ -1,9 +1,14 @@
 """Run a study: `python -m routing_lab.study experiments/confound.yaml [scale=toy] [overrides] [hydra/launcher=joblib]`.
 
-The study file is checked, then every arm is composed and checked, and contrasts that are not controlled are refused.
-The plan, with hypothesis and decision rule, is written before the first cell trains; cells that have finished are not
-run again. The missing ones go through Hydra's launchers, and the verdict is computed from the records. `--plan` lists
-the cells, their state and what they are expected to cost, and runs nothing.
+The study file is checked, then every arm is composed and checked, and contrasts that are not controlled are refused. The
+study is registered before the first cell trains: its text, overrides, seeds, cells and versions, dated, in a file that is
+only ever added to. Cells that have finished are not run again. The missing ones go through Hydra's launchers, look by look
+where the study has several, and the verdict is computed from the records. `--plan` lists the cells, their state and what
+they are expected to cost, and runs nothing.
+
+Once a cell has finished, a changed file, other overrides or seeds are refused; `--amend 'why'` lists the change beside the
+verdict, which is then exploratory. In place of the study file its registration may be given, to go on with what was
+registered.
 
 Exit codes: 0 every cell finished and the verdict stands; 1 a cell failed; 2 the study was refused and nothing was
 written; 130 or 143 interrupted, and the same command runs what is missing.
@@ -12,19 +17,28 @@ written; 130 or 143 interrupted, and the same command runs what is missing.
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from routing_lab.config import Composer, ConfigError, Loaded, check_overrides, identity, run_folder
-from routing_lab.evidence.study import Cell, Plan, Study, StudyError, check_arms, load_study, plan_path, read_plan
+from routing_lab.evidence.registration import Cell, Plan, append, find_plan, plan_path, read_plan, register
+from routing_lab.evidence.study import Study, StudyError, check_arms, load_study
 from routing_lab.runs.files import write_json
 from routing_lab.runs.folder import RunFolder
 from routing_lab.runs.records import FINISHED, RecordError, read_record
 from routing_lab.sweeps import failure, launch_cells
 from routing_lab.train import import_from_here
+from routing_lab.training.environment import git_state
+
+if TYPE_CHECKING:
+    from routing_lab.evidence.verdict import StudyResult
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -32,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     options = _parser().parse_args(sys.argv[1:] if arguments is None else list(arguments))
     import_from_here()
     try:
-        planned = plan_study(Path(options.study), options.overrides, options.config_dir)
+        planned = plan_study(Path(options.study), options.overrides, options.config_dir, options.amend)
     except (StudyError, ConfigError) as error:
         print(error, file=sys.stderr)
         sys.exit(2)
@@ -47,7 +61,7 @@ class PlannedStudy:
     """A checked study at one scale.
 
     Args:
-        plan: its cells.
+        plan: its cells and its registration, of which the last entries may not be written yet.
         folders: the run folder of each cell, in the order of `plan.cells`.
         jobs: the overrides of each cell, in the same order.
         hydra: overrides that concern Hydra itself (launcher, ...).
@@ -67,27 +81,35 @@ class PlannedStudy:
         return [i for i, folder in enumerate(self.folders) if RunFolder(folder).finished_record() is None]
 
 
-def plan_study(path: Path, overrides: Sequence[str] = (), config_dir: str | None = None) -> PlannedStudy:
-    """Read a study file and check it, every arm and every contrast.
+def plan_study(
+    path: Path, overrides: Sequence[str] = (), config_dir: str | None = None, reason: str = ""
+) -> PlannedStudy:
+    """Read a study file and check it, every arm and every contrast; compare it with its registration, if it has one.
 
     Args:
-        path: the study file.
+        path: the study file, or a registration, whose study is then gone on with.
         overrides: `scale=...` (default: the first scale of the file), overrides of every arm, and Hydra's own.
         config_dir: folder with further members, as for training.
+        reason: why the study is changed after cells have finished.
 
     Raises:
-        StudyError: the file, a contrast or a factor is not sound.
+        StudyError: the file, a contrast or a factor is not sound, or the study differs from what was registered.
         ConfigError: arms cannot be composed; each line says which.
     """
-    study = load_study(path)
-    scale = study.scale(_taken("scale", overrides) or next(iter(study.scales)))
+    if path.suffix == ".jsonl":
+        registered = read_plan(path)
+        study, scale = registered.study, registered.study.scale(registered.scale)
+        overrides = [*registered.overrides, f"paths.runs={path.parent.parent}", *overrides]
+    else:
+        study = load_study(path)
+        scale = study.scale(_taken("scale", overrides) or next(iter(study.scales)))
     hydra = [text for text in overrides if text.lstrip("+~").startswith("hydra")]
     extra = [text for text in overrides if text not in hydra and not text.startswith("scale=")]
     composer = Composer(config_dir)
     loaded = _checked_arms(study, scale, extra, hydra, composer)
     check_arms(study, {arm: arm_loaded.resolved for arm, arm_loaded in loaded.items()})
     cells, folders, jobs = [], [], []
-    for seed in study.seeds:
+    for seed in study.planned_seeds(scale):
         for arm, arm_loaded in loaded.items():
             resolved = {**arm_loaded.resolved, "seed": seed}
             cells.append(Cell(arm, seed, identity(resolved)))
@@ -96,7 +118,22 @@ def plan_study(path: Path, overrides: Sequence[str] = (), config_dir: str | None
                 [*study.overrides(arm, scale, extra), f"study={study.key(scale)}", f"arm={arm}", f"seed={seed}"]
             )
     runs = Path(next(iter(loaded.values())).config.paths.runs)
-    return PlannedStudy(Plan(study, scale, tuple(cells)), folders, jobs, hydra, runs, composer)
+    before = find_plan(runs, study.name, scale)
+    found = _folders_by_run(runs)
+    plan = register(
+        before,
+        study,
+        scale,
+        cells,
+        overrides=extra,
+        versions=_versions(),
+        finished={cell.run_id for cell in (*cells, *(before.cells if before else ())) if _is_finished(found, cell)},
+        reason=reason,
+        now=datetime.now(UTC),
+    )
+    # A cell that finished under the identity that its registration names stays that run.
+    folders = [found.get(cell.run_id, folder) for cell, folder in zip(plan.cells, folders, strict=True)]
+    return PlannedStudy(plan, folders, jobs, hydra, runs, composer)
 
 
 def describe(planned: PlannedStudy) -> str:
@@ -106,7 +143,7 @@ def describe(planned: PlannedStudy) -> str:
     width = max(len(cell.arm) for cell in plan.cells)
     lines = [
         f"{plan.study.name} (scale: {plan.scale}): {plan.study.question}",
-        f"{len(plan.study.arms)} arms x {len(plan.study.seeds)} seeds = {len(plan.cells)} cells",
+        f"{len(plan.study.arms)} arms x {_seeds_text(plan)} = {len(plan.cells)} cells",
         "",
         *(
             f"  {cell.arm:<{width}}  seed {cell.seed:<3} {state:<12} {folder}"
@@ -117,19 +154,27 @@ def describe(planned: PlannedStudy) -> str:
     left = sum(state != FINISHED for state in states)
     seconds = left * settings.seconds_per_cell
     lines.append(f"{left} cells to run, about {_duration(seconds)} one after the other on {settings.machine}")
-    return "\n".join(lines + [f"note: {warning}" for warning in plan.study.warnings])
+    lines += plan.lines() if plan_path(planned.runs, plan.study.name, plan.scale).exists() else []
+    return "\n".join(lines + [f"note: {warning}" for warning in plan.study.warnings(plan.scale)])
 
 
 def run(planned: PlannedStudy) -> int:
-    """Launch the missing cells, print the verdict; returns the exit code."""
-    plan, missing = planned.plan, planned.missing()
-    _note_changed_study(planned)
-    plan.write(planned.runs)
-    print(f"{plan.study.key(plan.scale)}: {len(plan.cells) - len(missing)} of {len(plan.cells)} cells have finished")
+    """Register the study, launch the missing cells of each look until the verdict is reached, print it; returns the exit
+    code.
+    """
+    plan = planned.plan
+    append(plan, planned.runs)
+    left = len(planned.missing())
+    print(f"{plan.study.key(plan.scale)}: {len(plan.cells) - left} of {len(plan.cells)} cells have finished")
     code, failed = 0, list[str]()
-    if missing:
-        code, failed = _launch(planned, missing)
-    _print_verdict(planned)
+    for seeds in plan.study.looks(plan.scale):
+        missing = [i for i in planned.missing() if plan.cells[i].seed in seeds]
+        if missing:
+            code, failed = _launch(planned, missing)
+        result = _judge(planned)
+        if code or failed or (result.verdict.is_complete and result.verdict.name != "inconclusive"):
+            break
+    _print_verdict(planned, result)
     if failed:
         print("not finished:", *failed, "The same command runs what is missing.", sep="\n")
     return code or int(bool(failed))
@@ -144,7 +189,7 @@ def _checked_arms(
     loaded: dict[str, Loaded] = {}
     lines, problems = [], []
     for arm in study.arms:
-        overrides = [*study.overrides(arm, scale, extra), f"seed={study.seeds[0]}"]
+        overrides = [*study.overrides(arm, scale, extra), f"seed={study.planned_seeds(scale)[0]}"]
         try:
             loaded[arm] = check_overrides(composer, [*hydra, *overrides])
         except ConfigError as error:
@@ -155,17 +200,21 @@ def _checked_arms(
     return loaded
 
 
-def _note_changed_study(planned: PlannedStudy) -> None:
-    """Say so when the study was planned before with another text: its rule may have been written after its results."""
-    path = plan_path(planned.runs, planned.plan.study.name, planned.plan.scale)
-    if not path.exists():
-        return
-    try:
-        before = read_plan(path)
-    except StudyError:
-        return
-    if before.study != planned.plan.study:
-        print(f"note: {planned.plan.study.name} has changed since it was planned ({path}); it is planned anew")
+def _versions() -> dict[str, Any]:
+    """What the registration says of the code that it was made with."""
+    return {**{name: version(name) for name in ("routing_lab", "torch", "timm", "lightning")}, "git": git_state()}
+
+
+def _folders_by_run(runs: Path) -> dict[str, Path]:
+    """Run id -> its folder, whatever it is called."""
+    if not runs.is_dir():
+        return {}
+    with os.scandir(runs) as entries:
+        return {entry.name.rsplit("-", 1)[-1]: runs / entry.name for entry in entries if entry.is_dir()}
+
+
+def _is_finished(found: Mapping[str, Path], cell: Cell) -> bool:
+    return cell.run_id in found and RunFolder(found[cell.run_id]).finished_record() is not None
 
 
 # --- launching ---
@@ -184,9 +233,8 @@ def _launch(planned: PlannedStudy, missing: Sequence[int]) -> tuple[int, list[st
 # --- telling ---
 
 
-def _print_verdict(planned: PlannedStudy) -> None:
-    from routing_lab.evidence.tables import render_plain
-    from routing_lab.evidence.verdict import effects_table, evaluate, verdict_record, verdict_text
+def _judge(planned: PlannedStudy) -> StudyResult:
+    from routing_lab.evidence.verdict import evaluate
 
     records = []
     for folder in planned.folders:
@@ -194,15 +242,39 @@ def _print_verdict(planned: PlannedStudy) -> None:
             records.append(read_record(folder))
         except RecordError:
             continue
-    result = evaluate(planned.plan.study, records, plan=planned.plan)
-    path = plan_path(planned.runs, planned.plan.study.name, planned.plan.scale).with_suffix(".verdict.json")
-    write_json(path, verdict_record(result))
+    return evaluate(planned.plan.study, records, plan=planned.plan)
+
+
+def _print_verdict(planned: PlannedStudy, result: StudyResult) -> None:
+    from routing_lab.evidence.tables import render_plain
+    from routing_lab.evidence.verdict import effects_table, verdict_record, verdict_text
+
+    plan = planned.plan
+    path = planned.runs / "studies" / f"{plan.study.key(plan.scale)}.verdict.json"
     print()
     print(render_plain(effects_table(result)))
     print()
     print(verdict_text(result))
-    print(f"verdict: {path}")
+    if not result.verdict.is_complete and _holds_verdict(path):
+        print(f"note: {path} holds a verdict from more cells and is left as it is")
+    else:
+        write_json(path, verdict_record(result))
+        print(f"verdict: {path}")
     print(f"report: python -m routing_lab.report {planned.runs}", flush=True)
+
+
+def _holds_verdict(path: Path) -> bool:
+    """Whether a verdict from all its cells stands there."""
+    try:
+        return bool(json.loads(path.read_text(encoding="utf-8"))["is_complete"])
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def _seeds_text(plan: Plan) -> str:
+    looks = plan.study.looks(plan.scale)
+    sizes = ", ".join(str(len(seeds)) for seeds in looks)
+    return f"{sizes} seeds" if len(looks) == 1 else f"{len(looks[-1])} seeds (looks at {sizes})"
 
 
 def _state(folder: Path) -> str:
@@ -227,12 +299,17 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m routing_lab.study", description="Run the missing cells of a study and compute its verdict."
     )
-    parser.add_argument("study", help="study file, experiments/<name>.yaml")
+    parser.add_argument("study", help="study file, experiments/<name>.yaml, or a registration")
     parser.add_argument(
-        "overrides", nargs="*", help="scale=toy|small|paper, overrides of every arm, hydra/launcher=... and the like"
+        "overrides",
+        nargs="*",
+        help="scale=toy|small|real|paper, overrides of every arm, hydra/launcher=... and the like",
     )
     parser.add_argument(
         "--plan", action="store_true", help="list the cells, their state and expected cost; run nothing"
+    )
+    parser.add_argument(
+        "--amend", metavar="WHY", default="", help="go on with a study that was changed after cells had finished"
     )
     parser.add_argument("--config-dir", help="folder with members of your own, as for training")
     return parser

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from datetime import UTC, datetime
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ from tests.evidence.test_study import CONTENT, content, write_study
 from routing_lab import report as command
 from routing_lab.evidence import claims, figures
 from routing_lab.evidence.arms import group_arms
+from routing_lab.evidence.registration import Cell, append, register
 from routing_lab.evidence.report import build_report, to_html, to_latex, to_markdown, write_report
-from routing_lab.evidence.study import Cell, Plan, StudyError, parse_study
+from routing_lab.evidence.study import StudyError, parse_study
 from routing_lab.evidence.tables import pairwise_table, sweep_table
 from routing_lab.evidence.verdict import evaluate
 from routing_lab.runs.records import read_records
@@ -190,7 +192,8 @@ def test_report_of_a_study_takes_its_runs_alone(runs: Path, tmp_path: Path, caps
 def test_planned_study_is_judged_by_its_plan(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     records = [record for record in read_records(runs) if record["study"]]
     cells = tuple(Cell(record["arm"], record["seed"], record["run_id"]) for record in records)
-    Plan(parse_study(CONTENT), "toy", cells).write(runs)
+    plan = register(None, parse_study(CONTENT), "toy", cells, versions={}, now=datetime(2026, 12, 1, tzinfo=UTC))
+    append(plan, runs)
     (runs / "studies" / "confound.toy.verdict.json").write_text("{}")
     assert command.main([str(runs), "--csv", "--experiments", str(tmp_path / "none")]) == 0
     assert "Study confound (scale: toy): supports" in capsys.readouterr().out
@@ -213,32 +216,29 @@ def test_nothing_to_report_is_one_line_and_exit_code_2(
 
 def test_claims_are_judged_by_their_studies(runs: Path, tmp_path: Path) -> None:
     path = tmp_path / "claims.yaml"
+    effect = {"study": "confound", "effect": "source: attention - linear"}
     entries = [
-        {"claim": "Attention routes better.", "source": "a paper", "tests": [{"study": "confound"}]},
+        {"claim": "Attention routes better.", "source": "a paper", "tests": [effect | {"expected": "superior"}]},
+        {"claim": "It routes worse.", "source": "a review", "tests": [effect | {"expected": "inferior"}]},
         {
-            "claim": "The source does not matter.",
-            "source": "a review",
-            "tests": [{"study": "confound", "is_opposite": True}],
+            "claim": "Both.",
+            "source": "x",
+            "tests": [effect | {"expected": "superior"}, effect | {"study": "other", "expected": "< 0.001"}],
         },
-        {"claim": "Both.", "source": "x", "tests": [{"study": "confound"}, {"study": "other"}]},
-        {"claim": "Untested.", "source": "y", "tests": [{"study": "never"}]},
+        {"claim": "Untested.", "source": "y", "tests": [effect | {"study": "never", "expected": "superior"}]},
     ]
     path.write_text(json.dumps({"claims": entries}))
     loaded = claims.load_claims(path)
     records = read_records(runs)
     study = parse_study(CONTENT)
-    opposed = parse_study(
-        content(name="other", decision={"rules": [CONTENT["decision"]["rules"][0] | {"verdict": "contradicted"}]})
-    )
-    for record in list(records):
-        if record["study"]:
-            records.append({**record, "study": "other"})
-    results = [evaluate(study, records), evaluate(opposed, records)]
+    other = parse_study(content(name="other"))
+    records += [{**record, "study": "other"} for record in records if record["study"]]
+    results = [evaluate(study, records), evaluate(other, records)]
     findings = claims.judge(loaded, results)
     assert [finding.verdict for finding in findings] == ["supports", "contradicted", "mixed", "not run"]
     table = claims.claims_table(findings)
     assert table.column("study") == ["confound", "confound", "confound", "other", "never"]
-    assert table.column("study_verdict")[-1] == "not run"
+    assert table.column("reading") == ["supports", "contradicted", "supports", "contradicted", "not run"]
     assert "Attention routes better." in to_html(build_report(records, studies=[study], claims=loaded))
 
 

@@ -120,41 +120,6 @@ def test_interquartile_mean(case: dict[str, Any]) -> None:
     assert s.summarize(case["x"]).mean == exact(expected["mean"])
 
 
-def test_factorial() -> None:
-    case = GOLDEN["factorial_2x2"]
-    y = {key: dict(enumerate(values)) for key, values in case["y"].items()}
-    cells = {
-        (source, scaling): y[f"{source}_{scaling}"] for source in ("linear", "attn") for scaling in ("none", "score")
-    }
-    effects = s.factorial(cells, ("source", "scaling"), (("linear", "attn"), ("none", "score")))
-    names = {
-        "source (attn - linear)": "source: attn - linear",
-        "scaling (score - none)": "scaling: score - none",
-        "interaction (difference of differences)": "source x scaling",
-        "simple effect of source at scaling none": "attn - linear | scaling=none",
-        "simple effect of source at scaling score": "attn - linear | scaling=score",
-    }
-    for golden, name in names.items():
-        expected, effect = case["expected"][golden], effects[name]
-        assert [effect.mean, effect.se, effect.df, effect.t, effect.p] == exact(
-            [expected[key] for key in ("mean", "se", "df", "t", "p_two_sided")]
-        )
-        assert [effect.low, effect.high] == exact(expected["ci"])
-    confounded = s.paired_by_seed(y["attn_none"], y["linear_score"])
-    expected = case["expected"]["confounded contrast (attn_none - linear_score)"]
-    assert [confounded.mean, confounded.low, confounded.high] == exact([expected["mean"], *expected["ci"]])
-
-
-def test_factorial_with_three_levels_compares_each_with_the_reference() -> None:
-    cells = {(r, c): {0: i + 10 * j, 1: i + 10 * j + 1, 2: i} for i, r in enumerate("abc") for j, c in enumerate("xy")}
-    effects = s.factorial(cells, ("f", "g"), ("abc", "xy"))
-    assert effects["f: c - a"].mean == 2
-    assert effects["g: y - x"].mean == close(20 / 3)
-    assert effects["f x g (c - a, y - x)"].mean == 0
-    with pytest.raises(ValueError, match="cells missing: c/y"):
-        s.factorial({key: v for key, v in cells.items() if key != ("c", "y")}, ("f", "g"), ("abc", "xy"))
-
-
 @pytest.mark.parametrize("case", GOLDEN["minimum_detectable_effect"]["cases"])
 def test_minimum_detectable_effect(case: dict[str, Any]) -> None:
     is_paired = case["kind"] == "paired"

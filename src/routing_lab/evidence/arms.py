@@ -14,6 +14,16 @@ from routing_lab.runs.records import arm_key, compared_config, flatten, is_finis
 # Filled in from another key by the configuration, so they never say more than that key does.
 _DERIVED = {"data.image_size": "backbone.image_size", "data.channels": "backbone.channels"}
 
+# Options that act only where another one has one of these values.
+_ACTS_WHERE = {
+    "router.corrupt_phase": ("router.corrupt", lambda value: value != "none"),
+    "router.corrupt_strength": ("router.corrupt", lambda value: value != "none"),
+    "router.corrupt_token": ("router.corrupt", lambda value: value != "none"),
+    "capacity.fraction_last": ("capacity.depth_schedule", lambda value: value != "constant"),
+    "bypass.temperature": ("bypass.weights", lambda value: value == "softmax"),
+    "bypass.temperature_unit": ("bypass.weights", lambda value: value == "softmax"),
+}
+
 
 @dataclass(frozen=True)
 class Arm:
@@ -117,6 +127,24 @@ def differing_keys(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     return sorted(keys, key=natural)
 
 
+def differing_things(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    """What two configurations (flat or nested) differ in, counted as one would change it.
+
+    A leaf key is one thing. Another member of an axis is one thing, with the options that only one of the two members
+    has; options that both have, and that differ, are further ones. An option that does not act in either arm, or acts only
+    because of another difference, is none.
+    """
+    first, second = flatten(a), flatten(b)
+    keys = [key for key in differing_keys(a, b) if _acts(key, first, second)]
+    swapped = {key.split(".")[0] for key in keys if key.count(".") == 1 and key.endswith((".name", ".kind"))}
+    things = dict.fromkeys(sorted(swapped, key=natural))
+    for key in keys:
+        axis = key.split(".", 1)[0]
+        if axis not in swapped or (key in first and key in second and not key.endswith((".name", ".kind"))):
+            things[key] = None
+    return list(things)
+
+
 def arm_labels(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     """For each flat configuration the keys that tell it from the others: `router=amod capacity.fraction=0.5`.
 
@@ -152,6 +180,13 @@ def arm_labels(configs: Sequence[Mapping[str, Any]]) -> list[str]:
                     if key in configs[i]:
                         shown[i].append(f"{key}={value_text(configs[i][key])}")
     return [" ".join(parts) or _own_label(config) for parts, config in zip(shown, configs, strict=True)]
+
+
+def _acts(key: str, first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
+    if key not in _ACTS_WHERE:
+        return True
+    other, acts = _ACTS_WHERE[key]
+    return all(acts(config.get(other)) for config in (first, second))
 
 
 def _as_described(config: Mapping[str, Any]) -> dict[str, Any]:

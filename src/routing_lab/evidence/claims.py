@@ -1,14 +1,20 @@
-"""Claims of papers, each tied to the studies that test it; a claim's verdict is computed from theirs."""
+"""Claims of papers, each tied to the effects that test it; a claim's verdict is computed from what these are shown to be.
+
+A study may bear on several claims, and its verdict answers its own question; a claim therefore names the effect of a study
+that is its test, and what the effect must be if the claim holds.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from routing_lab.evidence.effects import describe
+from routing_lab.evidence.rules import parse_condition
 from routing_lab.evidence.study import StudyError
 from routing_lab.evidence.tables import Column, Table
 from routing_lab.evidence.verdict import StudyResult
@@ -18,21 +24,45 @@ NOT_RUN = "not run"
 
 
 class ClaimTest(BaseModel):
-    """A study that bears on a claim. `is_opposite`: the study's hypothesis is that the claim is wrong."""
+    """An effect that tests a claim: `expected` is the condition (see `rules.CONDITIONS`) that it meets if the claim holds,
+    by the margin of its study.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     study: Annotated[str, Field(min_length=1)]
-    is_opposite: bool = False
+    effect: Annotated[str, Field(min_length=1)]
+    expected: Annotated[str, Field(min_length=1)]
 
-    def reading(self, verdict: str) -> str:
-        """What a verdict on the study says of the claim."""
-        swapped = {"supports": "contradicted", "contradicted": "supports"}
-        return swapped.get(verdict, verdict) if self.is_opposite else verdict
+    @field_validator("expected")
+    @classmethod
+    def _can_be_read(cls, value: str) -> str:
+        parse_condition(value)
+        return value
+
+    def reading(self, result: StudyResult) -> str:
+        """What a complete result says of the claim: `supports` where the condition is shown, `contradicted` where its
+        contrary is; `insensitive` and `invalid` as the study.
+
+        Raises:
+            StudyError: the study has no such effect.
+        """
+        if self.effect not in result.effects:
+            known = "; ".join(result.effects)
+            raise StudyError(self.study, [f"a claim names effect {self.effect!r}; there are: {known}"])
+        effect = result.effects[self.effect]
+        if result.verdict.name in ("invalid", "insensitive"):
+            return result.verdict.name
+        if effect.insensitive:
+            return "insensitive"
+        condition = parse_condition(self.expected).relative_to(effect.neutral)
+        if condition.holds(effect.evidence):
+            return "supports"
+        return "contradicted" if condition.is_refuted(effect.evidence) else "inconclusive"
 
 
 class Claim(BaseModel):
-    """A sentence that someone published, where, and the studies that test it."""
+    """A sentence that someone published, where, and the effects that test it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -76,41 +106,43 @@ def load_claims(path: Path | str) -> list[Claim]:
 def judge(claims: Iterable[Claim], results: Sequence[StudyResult]) -> list[Finding]:
     """The verdict of each claim from the complete results of its studies.
 
-    One reading stands as it is. `supports` beside `contradicted`, or any `mixed`, gives `mixed`; otherwise what
-    decided wins over `inconclusive`. Without a complete study the claim is `not run`.
+    `supports` beside `contradicted` gives `mixed`; otherwise what decided wins over what did not. Without a complete study
+    the claim is `not run`.
     """
     findings = []
     for claim in claims:
-        found = tuple(result for test in claim.tests for result in results if result.study.name == test.study)
-        opposite = {test.study: test for test in claim.tests}
+        named = {test.study for test in claim.tests}
+        found = tuple(result for result in results if result.study.name in named)
         readings = {
-            opposite[result.study.name].reading(result.verdict.name) for result in found if result.verdict.is_complete
+            test.reading(result)
+            for test in claim.tests
+            for result in found
+            if result.study.name == test.study and result.verdict.is_complete
         }
         findings.append(Finding(claim, _combined(readings), found))
     return findings
 
 
 def claims_table(findings: Sequence[Finding]) -> Table:
-    """One row per claim and study result; claims that nothing has tested yet are there too."""
+    """One row per test of a claim and study result; claims that nothing has tested yet are there too."""
     rows: list[tuple[Any, ...]] = []
     for finding in findings:
         claim = finding.claim
-        names: Mapping[str, list[StudyResult]] = {test.study: [] for test in claim.tests}
-        for result in finding.results:
-            names[result.study.name].append(result)
-        for name, results in names.items():
-            for result in results:
-                rows.append((claim.claim, claim.source, finding.verdict, name, result.scale, *_study_cells(result)))
+        for test in claim.tests:
+            head = (claim.claim, claim.source, finding.verdict, test.study, f"{test.effect}: {test.expected}")
+            results = [result for result in finding.results if result.study.name == test.study]
+            rows += [(*head, result.scale, *_study_cells(test, result)) for result in results]
             if not results:
-                rows.append((claim.claim, claim.source, finding.verdict, name, None, NOT_RUN, None))
+                rows.append((*head, None, NOT_RUN, None))
     columns = (
         Column("claim", "claim"),
         Column("source", "source"),
         Column("verdict", "verdict"),
         Column("study", "study"),
+        Column("test", "holds if"),
         Column("scale", "scale"),
-        Column("study_verdict", "verdict of the study"),
-        Column("says", "what it says"),
+        Column("reading", "reading"),
+        Column("says", "what was found"),
     )
     scales = ", ".join(sorted({result.scale for finding in findings for result in finding.results})) or NOT_RUN
     notes = ("verdicts are computed from the records of the studies; they hold at the scale shown",)
@@ -120,12 +152,14 @@ def claims_table(findings: Sequence[Finding]) -> Table:
 def _combined(readings: set[str]) -> str:
     if not readings:
         return NOT_RUN
-    if "mixed" in readings or {"supports", "contradicted"} <= readings:
+    if {"supports", "contradicted"} <= readings:
         return "mixed"
-    decided = readings - {"inconclusive"}
-    return decided.pop() if decided else "inconclusive"
+    order = ("supports", "contradicted", "invalid", "insensitive", "inconclusive")
+    return next(reading for reading in order if reading in readings)
 
 
-def _study_cells(result: StudyResult) -> tuple[str, str]:
-    state = result.verdict.name if result.verdict.is_complete else "incomplete"
-    return state, result.verdict.says
+def _study_cells(test: ClaimTest, result: StudyResult) -> tuple[str, str]:
+    if not result.verdict.is_complete:
+        return "incomplete", result.verdict.says
+    marked = " (exploratory)" if result.verdict.exploratory else ""
+    return test.reading(result) + marked, describe(result.effects[test.effect])

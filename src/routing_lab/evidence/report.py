@@ -20,7 +20,8 @@ from routing_lab.evidence import figures, tables
 from routing_lab.evidence.arms import Arm
 from routing_lab.evidence.claims import Claim, claims_table, judge
 from routing_lab.evidence.figures import Drawing, Row
-from routing_lab.evidence.study import Plan, Study
+from routing_lab.evidence.registration import Plan
+from routing_lab.evidence.study import Study
 from routing_lab.evidence.tables import DEFAULT_METRIC, SweepTable, Table, pairwise_table, sweep_table
 from routing_lab.evidence.verdict import StudyResult, effects_table, evaluate, verdict_text
 from routing_lab.runs.files import write_text
@@ -168,7 +169,7 @@ def _summary(records: Sequence[Mapping[str, Any]], results: Sequence[StudyResult
     lines += [
         f"Unreadable: {record['name']}: {record['reason']}" for record in records if record["status"] == "unreadable"
     ]
-    lines += [f"Study {r.study.name} (scale: {r.scale}): {r.verdict.name}: {r.verdict.says}" for r in results]
+    lines += [f"Study {r.study.name} (scale: {r.scale}): {r.verdict.heading}: {r.verdict.says}" for r in results]
     return Section("summary", "Summary", tuple(lines))
 
 

@@ -11,7 +11,6 @@ unless named otherwise. Quantiles of Student's t come from `scipy.special`, whic
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -387,58 +386,6 @@ def approximate_detectable_effect(
     """The textbook approximation of `minimum_detectable_effect`: (t_{1-alpha/2} + t_{power}) standard errors."""
     df, scale = (n - 1, 1 / math.sqrt(n)) if kind == "paired" else (2 * n - 2, math.sqrt(2 / n))
     return float(special.stdtrit(df, 1 - alpha / 2) + special.stdtrit(df, power)) * scale * sd
-
-
-def factorial(
-    cells: Mapping[tuple[str, str], Mapping[int, float]],
-    factors: tuple[str, str],
-    levels: tuple[Sequence[str], Sequence[str]],
-    level: float = 0.95,
-) -> dict[str, Difference]:
-    """Simple effects, main effects and interactions of two crossed factors, paired by seed.
-
-    Each effect is computed under every seed and then given a t interval over seeds. The first level of a factor is its
-    reference. A main effect is the average of the simple effects over the other factor's levels, an interaction the
-    difference of two simple effects (not halved).
-
-    Args:
-        cells: seed to value, by (level of the first factor, level of the second).
-        factors: names of the two factors.
-        levels: levels of the first and of the second factor, the reference first.
-        level: of the intervals.
-
-    Returns:
-        By name: `amod - linear | scaling=none` (simple), `router: amod - linear` (main), `router x scaling`
-        (interaction; with more than two levels followed by the levels).
-
-    Raises:
-        ValueError: a cell is missing.
-        UnmatchedSeedsError: the cells do not have the same seeds.
-    """
-    rows, columns = levels
-    missing = [f"{r}/{c}" for r, c in itertools.product(rows, columns) if (r, c) not in cells]
-    if missing:
-        raise ValueError(f"factors {factors[0]} and {factors[1]} are not crossed; cells missing: {', '.join(missing)}")
-    seeds: tuple[int, ...] = ()
-    for cell in itertools.product(rows, columns):
-        seeds = match_seeds(cells[rows[0], columns[0]], cells[cell])
-    y = np.array([[[cells[r, c][seed] for seed in seeds] for c in columns] for r in rows], float)
-    scale = float(np.max(np.abs(y)))
-    effects: dict[str, Floats] = {}
-    for factor, other, own, others, values in (
-        (factors[0], factors[1], rows, columns, y),
-        (factors[1], factors[0], columns, rows, y.swapaxes(0, 1)),
-    ):
-        for i in range(1, len(own)):
-            simple = values[i] - values[0]
-            effects[f"{factor}: {own[i]} - {own[0]}"] = simple.mean(axis=0)
-            for j, name in enumerate(others):
-                effects[f"{own[i]} - {own[0]} | {other}={name}"] = simple[j]
-    is_two_by_two = len(rows) == len(columns) == 2
-    for i, j in itertools.product(range(1, len(rows)), range(1, len(columns))):
-        where = "" if is_two_by_two else f" ({rows[i]} - {rows[0]}, {columns[j]} - {columns[0]})"
-        effects[f"{factors[0]} x {factors[1]}{where}"] = y[i, j] - y[0, j] - y[i, 0] + y[0, 0]
-    return {name: one_sample_t(values, level, scale) for name, values in effects.items()}
 
 
 def sign_of_interval(low: float, high: float) -> int:

@@ -2,33 +2,44 @@
 
 A study file is YAML (see `experiments/`). Its arms are lists of overrides as typed on the command line; this module
 never composes them. Whoever does passes the resolved configurations in, and `check_arms` compares them: a contrast is
-refused when its arms differ in more than the key it declares.
+refused when its arms differ in more than the one thing it declares.
+
+A file that states a `margin`, the smallest effect of interest, is held to the whole grammar: its rules must give every
+pattern of decided effects one verdict, or say which comes first and why. Without a margin nothing can be shown to be
+equal, and what is lacking stands beside the verdict.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, field_validator, model_validator
 
-from routing_lab.evidence.arms import differing_keys
+from routing_lab.evidence import formatting
+from routing_lab.evidence.arms import differing_keys, differing_things
+from routing_lab.evidence.rules import (
+    Branch,
+    Condition,
+    Family,
+    Patterns,
+    enumerate_patterns,
+    family,
+    parse_condition,
+)
 from routing_lab.evidence.statistics import MIN_SEEDS
-from routing_lab.runs.files import write_text
-from routing_lab.runs.records import comparable, is_finished
+from routing_lab.runs.records import comparable
 
 VerdictName = Literal["supports", "contradicted", "mixed", "inconclusive"]
-Sign = Literal["positive", "negative", "none"]
-Scale = Literal["toy", "small", "paper"]
+Prediction = Literal["positive", "negative", "none", "superior", "inferior", "equivalent", "non-inferior"]
+Scale = Literal["toy", "small", "real", "paper"]
 
-CONDITIONS = "'positive', 'negative', 'undecided', '> x', '< x', 'within x', or one of them after 'not '"
-"""What a rule may say of an effect."""
+PILOT_SEEDS = 1000
+"""Seeds from here on are those of pilots, and never count in a verdict."""
 
 
 class StudyError(ValueError):
@@ -51,13 +62,13 @@ class Hypothesis(_Strict):
     """What is expected, as a sentence and as the sign of each effect that the sentence is about."""
 
     statement: Text
-    predicted: dict[Text, Sign] = Field(min_length=1)
+    predicted: dict[Text, Prediction] = Field(min_length=1)
 
 
 class Contrast(_Strict):
-    """`first arm - second arm`. One key in `differ_in` makes it controlled; several make it a comparison of whole
-    configurations,
-    which is reported as such and never as the effect of one axis."""
+    """`first arm - second arm`. One entry in `differ_in`, a leaf key or an axis whose member is swapped, makes it
+    controlled; several make it a comparison of whole configurations, which is reported as such and never as the effect of
+    one axis."""
 
     arms: list[Text] = Field(min_length=2, max_length=2)
     differ_in: list[Text] = Field(min_length=1)
@@ -69,56 +80,17 @@ class Contrast(_Strict):
 
     @property
     def is_controlled(self) -> bool:
-        """Whether the arms may differ in one key alone."""
+        """Whether the arms may differ in one thing alone."""
         return len(self.differ_in) == 1
 
 
 class Factor(_Strict):
     """One of two crossed factors: its levels, the reference level first, and the arms at each; all differ in the one
-    key.
+    thing.
     """
 
     differ_in: Text
     levels: dict[Text, list[Text]] = Field(min_length=2)
-
-
-@dataclass(frozen=True)
-class Condition:
-    """A statement about an effect's interval. `bound` is None for the words `positive`, `negative` and `undecided`."""
-
-    relation: str
-    bound: float | None
-    is_negated: bool
-
-    def holds(self, low: float, high: float, sign: int) -> bool:
-        """Whether the statement is true of an interval and of the sign that the decision grants it.
-
-        `> x` and `< x` ask for the whole interval, `within x` for all of it between -x and x; an unknown interval
-        satisfies none of them, negated or not.
-        """
-        if math.isnan(low) or math.isnan(high):
-            return False
-        if self.bound is None:
-            holds = {"positive": sign > 0, "negative": sign < 0, "undecided": sign == 0}[self.relation]
-        else:
-            x = self.bound
-            holds = {">": low > x, "<": high < x, "within": -x < low and high < x}[self.relation]
-        return holds != self.is_negated
-
-
-def parse_condition(text: str) -> Condition:
-    """Read a condition of a rule.
-
-    Raises:
-        ValueError: `text` is none of `CONDITIONS`.
-    """
-    match = _CONDITION.fullmatch(" ".join(text.split()))
-    if match is None:
-        raise ValueError(f"{text!r} is not a condition; {CONDITIONS} is expected")
-    bound = match["bound"]
-    return Condition(
-        match["word"] or match["relation"], None if bound is None else float(bound), bool(match["negated"])
-    )
 
 
 class Rule(_Strict):
@@ -135,16 +107,87 @@ class Rule(_Strict):
         return (*self.when.items(), *self.when_any.items())
 
 
-class Decision(_Strict):
-    """Rules in the order in which they are tried; where none applies, the verdict is `inconclusive`.
+class Otherwise(_Strict):
+    """What is said where every effect that the rules read is decided, and no rule is met."""
 
-    `level` is that of every interval. With `adjust: holm` an effect has a sign only where its p value, adjusted over
-    the study, is also at most 1 - level.
+    verdict: VerdictName
+    says: Text
+
+
+class Decision(_Strict):
+    """Rules in the order in which they are tried. Where none is met the verdict is that of `otherwise` if every effect that
+    they read is decided, else `inconclusive`.
+
+    `level` is that of the two-sided intervals; equivalence and non-inferiority are shown by one-sided tests at 1 - level.
+    `adjust: family` makes every test at (1 - level) over the size of the family (see `rules.Family`); `holm` adjusts signs
+    over the effects that the rules read. `order` says why the first rule goes before a later one that also holds.
     """
 
     rules: list[Rule] = Field(min_length=1)
     level: float = Field(default=0.95, gt=0.5, lt=1)
-    adjust: Literal["holm", "none"] = "holm"
+    adjust: Literal["family", "holm", "none"] = "family"
+    otherwise: Otherwise | None = None
+    order: str = ""
+
+    @property
+    def alpha(self) -> float:
+        """Error rate of one test before any adjustment."""
+        return 1 - self.level
+
+
+class Margin(_Strict):
+    """The smallest effect of interest, in the unit of the study's metric, and the argument for it."""
+
+    size: float = Field(gt=0)
+    because: Text
+
+
+class Controls(_Strict):
+    """What must come out if the study can see anything (effect -> least size), and what must not if it is sound.
+
+    A positive control passes with a sign on the side of its least size and an estimate at least as large; without it the
+    verdict is `insensitive`. A negative control that is shown to differ makes the verdict `invalid`.
+    """
+
+    positive: dict[Text, float] = Field(default_factory=dict)
+    negative: list[Text] = Field(default_factory=list)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every effect that is a control."""
+        return (*self.positive, *self.negative)
+
+
+class Looks(_Strict):
+    """Seeds 0, 1, ... in portions: a verdict may be reached at `first` seeds and after every `step` more, up to `most`.
+
+    The error rates over all looks are kept by alpha spending, see `sequential`.
+    """
+
+    first: int = Field(ge=MIN_SEEDS)
+    step: int = Field(ge=1)
+    most: int
+
+    @model_validator(mode="after")
+    def _ends_after_it_begins(self) -> Looks:
+        if self.most <= self.first:
+            raise ValueError(f"most={self.most} must be larger than first={self.first}")
+        return self
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Numbers of seeds at the looks."""
+        return tuple(dict.fromkeys([*range(self.first, self.most, self.step), self.most]))
+
+
+def _kind_of_seeds(value: Any) -> str:
+    return "listed" if isinstance(value, (list, tuple)) else "looks"
+
+
+Seeds = Annotated[
+    Annotated[list[Annotated[int, Field(ge=0)]], Tag("listed")] | Annotated[Looks, Tag("looks")],
+    Discriminator(_kind_of_seeds),
+]
 
 
 class Convergence(_Strict):
@@ -167,13 +210,18 @@ class EqualAccuracy(_Strict):
 class ScaleSettings(_Strict):
     """How the study is run at one scale, and what a cell is expected to cost there.
 
-    `arms` adds overrides to single arms, where what they stand for depends on the size of the model.
+    `arms` adds overrides to single arms, where what they stand for depends on the size of the model; `seeds` replaces the
+    study's. `spread` is the standard deviation of a difference under one seed that power is computed from until a pilot
+    has measured it, and `spread_from` where it comes from.
     """
 
     overrides: Overrides
     arms: dict[Text, Overrides] = Field(default_factory=dict)
     seconds_per_cell: float = Field(gt=0)
     machine: Text
+    seeds: Seeds | None = None
+    spread: float | None = Field(default=None, gt=0)
+    spread_from: str = ""
 
 
 class Study(_Strict):
@@ -183,8 +231,10 @@ class Study(_Strict):
     question: Text
     hypothesis: Hypothesis
     arms: dict[Text, Overrides] = Field(min_length=2)
-    seeds: list[Annotated[int, Field(ge=0)]] = Field(min_length=1)
+    seeds: Seeds
     reference: Text
+    margin: Margin | None = None
+    controls: Controls = Field(default_factory=Controls)
     contrasts: dict[Text, Contrast] = Field(min_length=1)
     decision: Decision
     scales: dict[Scale, ScaleSettings] = Field(min_length=1)
@@ -214,6 +264,108 @@ class Study(_Strict):
             if known == name:
                 return known
         raise StudyError(self.name, [f"scale={name!r}: one of {', '.join(self.scales)} is expected"])
+
+    def looks(self, scale: str) -> tuple[tuple[int, ...], ...]:
+        """The seeds at each look at a scale; one entry where the study is looked at once."""
+        seeds = self.scales[self.scale(scale)].seeds or self.seeds
+        if isinstance(seeds, Looks):
+            return tuple(tuple(range(size)) for size in seeds.sizes)
+        return (tuple(seeds),)
+
+    def planned_seeds(self, scale: str) -> tuple[int, ...]:
+        """All the seeds that a scale may run."""
+        return self.looks(scale)[-1]
+
+    @property
+    def margin_size(self) -> float:
+        """The margin, NaN where none is stated."""
+        return self.margin.size if self.margin else float("nan")
+
+    @cached_property
+    def branches(self) -> tuple[Branch, ...]:
+        """The rules of the decision, their conditions read."""
+        return tuple(
+            Branch(
+                rule.verdict,
+                rule.says,
+                tuple((name, self._condition(name, text)) for name, text in rule.when.items()),
+                tuple((name, self._condition(name, text)) for name, text in rule.when_any.items()),
+            )
+            for rule in self.decision.rules
+        )
+
+    @cached_property
+    def read_effects(self) -> tuple[str, ...]:
+        """Effects that some rule reads."""
+        return tuple(dict.fromkeys(name for branch in self.branches for name, _ in branch.conditions))
+
+    @cached_property
+    def family(self) -> Family:
+        """Over how many effects the study adjusts, with `adjust: family`."""
+        if self.decision.adjust != "family":
+            return Family({})
+        return family(self.branches, self.margin_size, self.directions, self._exact)
+
+    @cached_property
+    def patterns(self) -> Patterns | None:
+        """What the rules say of every pattern of what may be found; None where there are too many patterns."""
+        return enumerate_patterns(self.branches, self.margin_size, self.neutrals, self.directions)
+
+    @cached_property
+    def directions(self) -> dict[str, int]:
+        """Effect -> 1 where more is better, -1 where less is."""
+        higher = formatting.metric(self.metric).higher_is_better
+        ratios = {*self.neutrals, SAVING}
+        return {name: 1 if higher or name in ratios else -1 for name in self.effect_names()}
+
+    @cached_property
+    def weights(self) -> dict[str, dict[str, float]]:
+        """Effect -> arm -> weight, of every effect that is a sum of the arms' values: contrasts, factors, interaction."""
+        found = {name: {contrast.arms[0]: 1.0, contrast.arms[1]: -1.0} for name, contrast in self.contrasts.items()}
+        if not self.factors:
+            return found
+        (f, first), (g, second) = self.factors.items()
+        cells = self.factor_arms()
+        rows, columns = list(first.levels), list(second.levels)
+        for level in rows[1:]:
+            share = 1 / len(columns)
+            found[f"{f}: {level} - {rows[0]}"] = _summed(
+                [(cells[level, c], share) for c in columns] + [(cells[rows[0], c], -share) for c in columns]
+            )
+        for level in columns[1:]:
+            share = 1 / len(rows)
+            found[f"{g}: {level} - {columns[0]}"] = _summed(
+                [(cells[r, level], share) for r in rows] + [(cells[r, columns[0]], -share) for r in rows]
+            )
+        for r, c in itertools.product(rows[1:], columns[1:]):
+            found[self._interaction(r, c)] = _summed(
+                [
+                    (cells[r, c], 1.0),
+                    (cells[rows[0], c], -1.0),
+                    (cells[r, columns[0]], -1.0),
+                    (cells[rows[0], columns[0]], 1.0),
+                ]
+            )
+        return found
+
+    def arms_of(self, effect: str) -> tuple[str, ...]:
+        """Arms whose results an effect is computed from."""
+        if effect in self.weights:
+            return tuple(arm for arm in self.arms if arm in self.weights[effect])
+        if effect == SAVING and self.equal_accuracy:
+            return (*self.equal_accuracy.curve, self.equal_accuracy.reference)
+        contrast = next(name for name in self.contrasts if effect in self._curve_effects(name))
+        return tuple(self.contrasts[contrast].arms)
+
+    def is_controlled(self, effect: str) -> bool:
+        """Whether one thing alone differs between the arms of an effect."""
+        if effect in self.contrasts:
+            return self.contrasts[effect].is_controlled
+        if effect in self.weights:
+            return True
+        if effect == SAVING:
+            return False
+        return next(c.is_controlled for name, c in self.contrasts.items() if effect in self._curve_effects(name))
 
     def factor_arms(self) -> dict[tuple[str, ...], str]:
         """The arm of each combination of levels, in the order of the factors."""
@@ -246,27 +398,53 @@ class Study(_Strict):
             rows, columns = list(first.levels), list(second.levels)
             for factor, own in ((f, rows), (g, columns)):
                 names += [f"{factor}: {level} - {own[0]}" for level in own[1:]]
-            pairs = list(itertools.product(rows[1:], columns[1:]))
-            for r, c in pairs:
-                names.append(f"{f} x {g}" + ("" if len(pairs) == 1 else f" ({r} - {rows[0]}, {c} - {columns[0]})"))
-        if self.convergence:
-            for contrast in self.contrasts:
-                names += [speed_up_name(contrast, target) for target in self.convergence.targets]
-                names.append(area_name(contrast))
+            names += [self._interaction(r, c) for r, c in itertools.product(rows[1:], columns[1:])]
+        names += [name for contrast in self.contrasts for name in self._curve_effects(contrast)]
         if self.equal_accuracy:
             names.append(SAVING)
         return names
 
+    def _condition(self, effect: str, text: str) -> Condition:
+        return parse_condition(text).relative_to(self.neutrals.get(effect, 0.0))
+
+    def _interaction(self, row: str, column: str) -> str:
+        (f, first), (g, second) = self.factors.items()
+        rows, columns = list(first.levels), list(second.levels)
+        is_single = len(rows) == len(columns) == 2
+        return f"{f} x {g}" + ("" if is_single else f" ({row} - {rows[0]}, {column} - {columns[0]})")
+
+    def _curve_effects(self, contrast: str) -> list[str]:
+        if self.convergence is None:
+            return []
+        return [*(speed_up_name(contrast, target) for target in self.convergence.targets), area_name(contrast)]
+
+    @cached_property
+    def neutrals(self) -> dict[str, float]:
+        """Ratios -> the value that means no effect, one; every other effect means none at zero."""
+        targets = self.convergence.targets if self.convergence else []
+        return {speed_up_name(contrast, target): 1.0 for contrast in self.contrasts for target in targets}
+
     @property
-    def warnings(self) -> list[str]:
-        """What is legal and weakens the study."""
+    def _exact(self) -> frozenset[str]:
+        return frozenset(self.weights) if formatting.metric(self.metric).is_exact else frozenset()
+
+    def warnings(self, scale: str | None = None) -> list[str]:
+        """What is legal and weakens the study, at a scale or at any."""
         found = []
-        if len(self.seeds) < MIN_SEEDS:
-            found.append(f"{len(self.seeds)} seeds: a single run decides nothing; at least {MIN_SEEDS} are needed")
+        counts = {len(self.planned_seeds(name)) for name in ([scale] if scale else self.scales)}
+        if min(counts) < MIN_SEEDS:
+            found.append(f"{min(counts)} seeds: a single run decides nothing; at least {MIN_SEEDS} are needed")
         whole = [name for name, contrast in self.contrasts.items() if not contrast.is_controlled]
         if whole:
             found.append(f"comparisons of whole configurations, not effects of one axis: {', '.join(whole)}")
-        return found
+        if not formatting.metric(self.metric).is_exact:
+            if self.margin is None:
+                found.append(
+                    "no margin is stated: nothing can be shown to be equal, and any sign counts, however small"
+                )
+            if not self.controls.positive:
+                found.append("no positive control is named: whether this study could see anything is not known")
+        return found + ([] if self.margin else _rule_problems(self))
 
 
 SAVING = "saving at equal accuracy"
@@ -316,7 +494,7 @@ def parse_study(content: Mapping[str, Any]) -> Study:
     try:
         study = Study.model_validate(dict(content))
     except ValidationError as error:
-        lines = [f"{'.'.join(map(str, e['loc']))}={_short(e['input'])}: {e['msg']}" for e in error.errors()]
+        lines = [f"{_key(e['loc'])}={_short(e['input'])}: {e['msg']}" for e in error.errors()]
         raise StudyError(name, lines) from None
     problems = [*_arm_problems(study), *_factor_problems(study)]
     # Names of effects exist only where arms and factors do.
@@ -358,7 +536,8 @@ def contrast_problems(name: str, contrast: Contrast, configs: Mapping[str, Mappi
     declared = ", ".join(contrast.differ_in)
     if not keys:
         return [f"{name}: {first} and {second} do not differ; they should in {declared}"]
-    extra = [key for key in keys if not any(_is_under(key, allowed) for allowed in contrast.differ_in)]
+    things = differing_things(comparable(configs[first]), comparable(configs[second]))
+    extra = [thing for thing in things if not any(_is_under(thing, allowed) for allowed in contrast.differ_in)]
     if extra:
         return [
             f"{name}: not controlled: {first} and {second} also differ in {', '.join(extra)} (declared: {declared})"
@@ -366,74 +545,12 @@ def contrast_problems(name: str, contrast: Contrast, configs: Mapping[str, Mappi
     absent = [allowed for allowed in contrast.differ_in if not any(_is_under(key, allowed) for key in keys)]
     if absent:
         return [f"{name}: {first} and {second} do not differ in {', '.join(absent)}, which is declared"]
+    if contrast.is_controlled and len(things) > 1:
+        return [
+            f"{name}: compound: {first} and {second} differ in {len(things)} things, {', '.join(things)}; a controlled "
+            "contrast has one (name them all in differ_in to compare whole configurations)"
+        ]
     return []
-
-
-@dataclass(frozen=True)
-class Cell:
-    """An arm with a seed, and the run that it is."""
-
-    arm: str
-    seed: int
-    run_id: str
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The cells of a study at one scale, and the study as it was when they were planned.
-
-    Written before the first cell trains, so that hypothesis and decision rule stand before their result.
-    """
-
-    study: Study
-    scale: str
-    cells: tuple[Cell, ...]
-
-    def missing(self, records: Iterable[Mapping[str, Any]]) -> list[Cell]:
-        """Cells without a finished record."""
-        finished = {record["run_id"] for record in records if is_finished(record)}
-        return [cell for cell in self.cells if cell.run_id not in finished]
-
-    def write(self, runs: Path | str) -> Path:
-        """Write the plan into the folder of the runs; see `plan_path`."""
-        path = plan_path(runs, self.study.name, self.scale)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        cells = [{"arm": cell.arm, "seed": cell.seed, "run_id": cell.run_id} for cell in self.cells]
-        content = {"study": self.study.model_dump(), "scale": self.scale, "cells": cells}
-        # Not `write_json`, which sorts keys: the order of arms, levels and contrasts is part of the study.
-        return write_text(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
-
-
-def plan_path(runs: Path | str, name: str, scale: str) -> Path:
-    """Where the plan of a study stands: `<runs>/studies/<name>.<scale>.json`."""
-    return Path(runs) / "studies" / f"{name}.{scale}.json"
-
-
-def read_plans(runs: Path | str) -> list[Plan]:
-    """The plans that stand in a folder of runs, ordered by name."""
-    paths = sorted((Path(runs) / "studies").glob("*.json"))
-    # Beside `<name>.<scale>.json` stands `<name>.<scale>.verdict.json`.
-    return [read_plan(path) for path in paths if path.stem.count(".") == 1]
-
-
-def read_plan(path: Path | str) -> Plan:
-    """A plan as written.
-
-    Raises:
-        StudyError: the file cannot be read.
-    """
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-        cells = tuple(Cell(**cell) for cell in content["cells"])
-        return Plan(parse_study(content["study"]), content["scale"], cells)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise StudyError(str(path), [f"not a plan: {error}"]) from error
-
-
-_CONDITION = re.compile(
-    r"(?P<negated>not )?"
-    r"(?:(?P<word>positive|negative|undecided)|(?P<relation>[<>]|within) ?(?P<bound>[+-]?\d+(?:\.\d+)?(?:e[+-]?\d+)?))"
-)
 
 
 def _arm_problems(study: Study) -> list[str]:
@@ -457,8 +574,8 @@ def _arm_problems(study: Study) -> list[str]:
         check("equal_accuracy", [*study.equal_accuracy.curve, study.equal_accuracy.reference])
     for scale, settings in study.scales.items():
         check(f"scales.{scale}.arms", settings.arms)
-    if len(set(study.seeds)) != len(study.seeds):
-        problems.append(f"seeds={study.seeds}: every seed once is expected")
+    for where, seeds in [("seeds", study.seeds), *((f"scales.{n}.seeds", s.seeds) for n, s in study.scales.items())]:
+        problems += _seed_problems(where, seeds)
     everywhere = [(f"arms.{arm}", overrides) for arm, overrides in study.arms.items()]
     everywhere += [(f"scales.{scale}.overrides", settings.overrides) for scale, settings in study.scales.items()]
     for where, overrides in [*everywhere, ("common", study.common)]:
@@ -483,27 +600,80 @@ def _factor_problems(study: Study) -> list[str]:
     return problems
 
 
+def _seed_problems(where: str, seeds: Seeds | None) -> list[str]:
+    if seeds is None:
+        return []
+    listed = range(seeds.most) if isinstance(seeds, Looks) else seeds
+    problems = [] if listed else [f"{where}: at least one seed is expected"]
+    if len(set(listed)) != len(listed):
+        problems.append(f"{where}={seeds}: every seed once is expected")
+    if any(seed >= PILOT_SEEDS for seed in listed):
+        problems.append(f"{where}: seeds from {PILOT_SEEDS} on are set apart for pilots; smaller ones are expected")
+    return problems
+
+
 def _decision_problems(study: Study) -> list[str]:
     effects = study.effect_names()
     known = "; ".join(effects)
     twice = sorted({name for name in effects if effects.count(name) > 1})
     problems = [f"effects named twice: {', '.join(twice)}; rename the contrasts"] if twice else []
+    named = [(f"hypothesis.predicted.{name}", name) for name in study.hypothesis.predicted]
+    named += [(f"controls.positive.{name}", name) for name in study.controls.positive]
+    named += [(f"controls.negative.{name}", name) for name in study.controls.negative]
+    problems += [f"{where}: no such effect; there are: {known}" for where, name in named if name not in effects]
     problems += [
-        f"hypothesis.predicted.{name}: no such effect; there are: {known}"
-        for name in study.hypothesis.predicted
-        if name not in effects
+        f"controls.positive.{name}=0: the least size with which it must come out is expected"
+        for name, size in study.controls.positive.items()
+        if size == 0
     ]
     for i, rule in enumerate(study.decision.rules):
+        where = f"decision.rules.{i}"
         if not rule.conditions:
-            problems.append(f"decision.rules.{i}: at least one condition is expected under 'when' or 'when_any'")
-        for name, condition in rule.conditions:
+            problems.append(f"{where}: at least one condition is expected under 'when' or 'when_any'")
+        for name, text in rule.conditions:
             if name not in effects:
-                problems.append(f"decision.rules.{i}.{name}: no such effect; there are: {known}")
+                problems.append(f"{where}.{name}: no such effect; there are: {known}")
             try:
-                parse_condition(condition)
+                condition = parse_condition(text)
             except ValueError as error:
-                problems.append(f"decision.rules.{i}.{name}: {error}")
+                problems.append(f"{where}.{name}: {error}")
+                continue
+            if condition.is_undecided and rule.verdict != "inconclusive":
+                problems.append(f"{where}.{name}={text!r}: not knowing is no evidence for {rule.verdict!r}")
+            if condition.needs_margin and study.margin is None:
+                problems.append(f"{where}.{name}={text!r}: means nothing without a margin; state 'margin'")
+            if condition.needs_margin and name in effects and name in {*study.neutrals, SAVING}:
+                problems.append(f"{where}.{name}={text!r}: the margin is in {study.metric}; give a bound of its own")
+    if problems or study.margin is None:
+        return problems
+    return _rule_problems(study)
+
+
+def _rule_problems(study: Study) -> list[str]:
+    """Where the rules leave a pattern of decided effects without a verdict, or give it two without saying why."""
+    patterns = study.patterns
+    if patterns is None:
+        return ["decision.rules: they read too many effects for every pattern to be checked; leave some out"]
+    problems = []
+    if patterns.num_open and study.decision.otherwise is None:
+        problems.append(
+            f"decision.rules: not complete: {patterns.num_open} patterns of decided effects meet no rule, as "
+            f"{'; '.join(patterns.open)} (add a rule, or 'otherwise')"
+        )
+    if patterns.num_double and not study.decision.order.strip():
+        shown = "; ".join(f"{text} (rules {', '.join(map(str, met))})" for text, met in patterns.double)
+        problems.append(
+            f"decision.rules: not exclusive: {patterns.num_double} patterns meet several rules, as {shown}; say under "
+            "'order' which comes first and why"
+        )
     return problems
+
+
+def _summed(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for arm, weight in pairs:
+        total[arm] = total.get(arm, 0.0) + weight
+    return total
 
 
 def _differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
@@ -512,6 +682,10 @@ def _differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]
 
 def _is_under(key: str, allowed: str) -> bool:
     return key == allowed or key.startswith(f"{allowed}.")
+
+
+def _key(loc: Sequence[Any]) -> str:
+    return ".".join(str(part) for part in loc if part not in ("listed", "looks"))
 
 
 def _short(value: Any) -> str:

@@ -1,95 +1,67 @@
-"""From records to a verdict: the effects of a study, and the branch of its decision rule that they meet.
+"""From records to a verdict: what the effects of a study show, and the branch of its decision rule that they meet.
 
-Nothing here is a judgement: effects are intervals over seeds, and the first rule whose conditions hold gives the
-verdict.
+Nothing here is a judgement. The planned seeds, or those of a stated look, must be there; the controls must behave; then
+the first rule whose conditions are shown gives the verdict. `invalid` is said where a negative control came out,
+`insensitive` where a positive one did not or nothing could have been seen.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
-from routing_lab.evidence import formatting, statistics
+from routing_lab.evidence import formatting, provenance, sequential, statistics
 from routing_lab.evidence.arms import Arm, group_arms
-from routing_lab.evidence.formatting import Kind
-from routing_lab.evidence.statistics import Bootstrap, Difference
-from routing_lab.evidence.study import (
-    SAVING,
-    Contrast,
-    Plan,
-    Study,
-    area_name,
-    contrast_problems,
-    parse_condition,
-    speed_up_name,
-)
+from routing_lab.evidence.effects import Effect, Levels, describe, estimate_effects
+from routing_lab.evidence.registration import Plan
+from routing_lab.evidence.rules import DECIDED
+from routing_lab.evidence.study import PILOT_SEEDS, Study
 from routing_lab.evidence.tables import Column, Comparison, Shown, Table, compare
-from routing_lab.runs.records import (
-    RecordError,
-    compared_config,
-    is_finished,
-    read_history,
-    read_predictions,
-    scale_label,
-)
-
-EQUAL_DIFFERENCES = "equal under all seeds: no estimate of noise"
-"""Why differences that agree to the last digit have no interval: a small test set rounds their noise away."""
-
-_SHARE = formatting.Metric(SAVING, SAVING, "percent", True)
+from routing_lab.runs.records import RecordError, compared_config, is_finished, scale_label
 
 
 @dataclass(frozen=True)
-class Effect:
-    """One estimated effect. `neutral` is the value that means none (0 for a difference, 1 for a ratio).
-
-    `refusal` says why there is no estimate; `is_controlled` is False for a comparison of whole configurations;
-    `is_exact` marks a counted quantity that was equal under all seeds.
-    """
+class Control:
+    """A control and how it came out; `passes` is None while it has no estimate."""
 
     name: str
-    kind: Kind
-    estimate: float = math.nan
-    low: float = math.nan
-    high: float = math.nan
-    n: int = 0
-    p: float = math.nan
-    p_holm: float = math.nan
-    p_sign_flip: float = math.nan
-    detectable: float = math.nan
-    neutral: float = 0.0
-    sign: int = 0
-    bootstrap: Bootstrap | None = None
-    is_controlled: bool = True
-    is_exact: bool = False
-    note: str = ""
-    refusal: str = ""
-
-    @property
-    def sign_text(self) -> str:
-        """`positive`, `negative`, `undecided`; `none` where a counted quantity is equal; `unknown` without estimate."""
-        if math.isnan(self.low):
-            return "unknown"
-        if self.is_exact and self.sign == 0:
-            return "none"
-        return {1: "positive", -1: "negative", 0: "undecided"}[self.sign]
+    is_positive: bool
+    least: float
+    passes: bool | None
+    text: str
 
 
 @dataclass(frozen=True)
 class Verdict:
     """The branch that was met, what it says, and the state of every condition that was looked at.
 
-    `is_complete` is False while effects that the rule names have no estimate; the verdict is then `inconclusive`.
+    `is_complete` is False while cells that the rules or controls need are missing; the verdict is then `inconclusive`.
+    `exploratory` says why the verdict does not test a hypothesis that stood before its results; empty where it does.
     """
 
     name: str
     says: str
     reasons: tuple[str, ...]
     is_complete: bool
+    exploratory: tuple[str, ...] = ()
+
+    @property
+    def heading(self) -> str:
+        """The word of the verdict, with what it must not be read without."""
+        if not self.is_complete:
+            return f"{self.name} (incomplete)"
+        return f"{self.name} (exploratory)" if self.exploratory else self.name
+
+
+@dataclass(frozen=True)
+class Look:
+    """One look at a study: how many seeds, at which levels, and whether it was the last one."""
+
+    number: int
+    num_looks: int
+    seeds: tuple[int, ...]
+    levels: Levels
 
 
 @dataclass(frozen=True)
@@ -103,16 +75,23 @@ class StudyResult:
     effects: Mapping[str, Effect]
     verdict: Verdict
     missing: tuple[str, ...]
+    controls: tuple[Control, ...]
+    look: Look
+    provenance: tuple[str, ...]
+    plan: Plan | None = None
 
     def predictions(self) -> list[tuple[str, str, str]]:
-        """(effect, predicted sign, observed sign) of the hypothesis."""
-        return [(name, sign, self.effects[name].sign_text) for name, sign in self.study.hypothesis.predicted.items()]
+        """(effect, predicted, observed) of the hypothesis."""
+        return [(name, sign, self.effects[name].state_text) for name, sign in self.study.hypothesis.predicted.items()]
 
 
 def evaluate(
     study: Study, records: Sequence[Mapping[str, Any]], *, scale: str | None = None, plan: Plan | None = None
 ) -> StudyResult:
     """Estimate every effect of a study from records, and compute its verdict.
+
+    A study with looks is judged at the first look that decides, so that later cells change nothing; else at the last look
+    whose cells are complete.
 
     Args:
         study: the study; with a plan, the one that was planned.
@@ -124,17 +103,34 @@ def evaluate(
     Raises:
         RecordError: records of one arm hold different configurations.
     """
+    own = study.scale(scale or (plan.scale if plan else _recorded_scale(study, records)))
     arms = study_arms(study, records, scale=scale, plan=plan)
-    comparisons = {name: _checked_comparison(name, contrast, arms, study) for name, contrast in study.contrasts.items()}
-    effects = {name: _contrast_effect(name, study, comparisons[name]) for name in study.contrasts}
-    effects |= _factor_effects(study, arms)
-    effects |= _convergence_effects(study, arms)
-    effects |= _saving_effect(study, arms)
-    effects = _decided(study, effects)
+    looks = _looks(study, own)
+    chosen = _judged(study, arms, looks[0], plan)
+    for look in looks:
+        if _missing(study, arms, look.seeds, _needed(study)):
+            break
+        chosen = _judged(study, arms, look, plan)
+        if chosen[1].name != "inconclusive":
+            break
+    effects, verdict, controls, look, used = chosen
+    comparisons = {name: _comparison(study, name, used, effects) for name in study.contrasts}
     labels = sorted({scale_label(record) for arm in arms.values() for record in arm.finished.values()})
-    shown = ", ".join(labels) or scale or (plan.scale if plan else "unknown")
-    missing = tuple(f"{name}: {text}" for name, arm in arms.items() if (text := arm.missing(study.seeds)))
-    return StudyResult(study, shown, arms, comparisons, effects, decide(study, effects), missing)
+    missing = tuple(f"{name}: {text}" for name, arm in arms.items() if (text := arm.missing(look.seeds)))
+    strays = _strays(study, own, records) if plan is None else []
+    return StudyResult(
+        study,
+        ", ".join(labels) or own,
+        used,
+        comparisons,
+        effects,
+        verdict,
+        missing,
+        controls,
+        look,
+        (*provenance.differences(used.values()), *strays),
+        plan,
+    )
 
 
 def study_arms(
@@ -150,9 +146,11 @@ def study_arms(
             if cell.arm in cells and cell.run_id in by_run:
                 cells[cell.arm][cell.seed] = by_run[cell.run_id]
     else:
-        names = {study.name, *(study.key(known) for known in ([scale] if scale else study.scales))}
+        wanted = [scale] if scale else list(study.scales)
+        names = {study.name, *(study.key(known) for known in wanted)}
+        seeds = {seed for known in wanted for seed in study.planned_seeds(known)}
         for record in records:
-            if record["study"] in names and record["arm"] in cells and record["seed"] in study.seeds:
+            if record["study"] in names and record["arm"] in cells and record["seed"] in seeds:
                 found = cells[record["arm"]]
                 if record["seed"] not in found or is_finished(record):
                     found[record["seed"]] = record
@@ -169,47 +167,47 @@ def study_arms(
     return arms
 
 
-def decide(study: Study, effects: Mapping[str, Effect]) -> Verdict:
-    """The first rule whose conditions hold; `inconclusive` where none does or an effect of a rule is unknown."""
-    named = list(dict.fromkeys(name for rule in study.decision.rules for name, _ in rule.conditions))
-    unknown = [
-        f"{name}: {effects[name].refusal or effects[name].note}" for name in named if math.isnan(effects[name].low)
-    ]
+def decide(study: Study, effects: Mapping[str, Effect], controls: Sequence[Control] = ()) -> Verdict:
+    """What the controls and the rules say of effects; `inconclusive` where neither do."""
+    named = [effects[name] for name in study.read_effects]
+    read = [*named, *(effects[name] for name in study.controls.names if name not in study.read_effects)]
+    unknown = [f"{effect.name}: {effect.refusal or effect.note}" for effect in read if effect.state_text == "unknown"]
     if unknown:
         return Verdict("inconclusive", "effects of the decision rule have no estimate", tuple(unknown), False)
-    few = [f"{name}: {effects[name].n} seeds" for name in named if effects[name].n < statistics.MIN_SEEDS]
+    few = [f"{effect.name}: {effect.n} seeds" for effect in read if effect.n < statistics.MIN_SEEDS]
     if few:
         return Verdict(
             "inconclusive", f"{statistics.SINGLE_RUN}: fewer than three seeds decide nothing", tuple(few), False
         )
-    for rule in study.decision.rules:
-        all_of = [_holds(effects[name], text) for name, text in rule.when.items()]
-        any_of = [_holds(effects[name], text) for name, text in rule.when_any.items()]
-        if all(all_of) and (any(any_of) or not any_of):
-            met = [text for (_, text), held in zip(rule.conditions, [*all_of, *any_of], strict=True) if held]
-            met_names = [name for (name, _), held in zip(rule.conditions, [*all_of, *any_of], strict=True) if held]
-            reasons = tuple(f"{describe(effects[n])}: {text}" for n, text in zip(met_names, met, strict=True))
-            return Verdict(rule.verdict, rule.says, reasons, True)
-    return Verdict(
-        "inconclusive", "no rule of the decision is met", tuple(describe(effects[name]) for name in named), True
-    )
-
-
-def describe(effect: Effect) -> str:
-    """An effect in one line: name, estimate, interval, number of seeds."""
-    if effect.refusal:
-        return f"{effect.name}: {effect.refusal}"
-    is_signed = effect.neutral == 0
-    estimate = formatting.number(effect.estimate, effect.kind, signed=is_signed)
-    interval = formatting.interval(effect.low, effect.high, effect.kind, signed=is_signed)
-    unit = " points" if effect.kind == "percent" else ""
-    whole = "" if effect.is_controlled else " (whole configurations)"
-    return f"{effect.name}{whole} {estimate}{unit} {interval}, n={effect.n}"
+    failed = [control for control in controls if not control.passes]
+    broken = tuple(control.text for control in failed if not control.is_positive)
+    if broken:
+        return Verdict("invalid", "a negative control came out, so that no effect can be trusted", broken, True)
+    blind = [describe(effect) for effect in named if effect.insensitive]
+    blind += [control.text for control in failed if control.is_positive]
+    if blind:
+        return Verdict("insensitive", "the study could not have seen the effects that it asks for", tuple(blind), True)
+    evidence = {effect.name: effect.evidence for effect in named}
+    for rule, branch in zip(study.decision.rules, study.branches, strict=True):
+        if branch.holds(evidence):
+            texts = [*rule.when.items(), *rule.when_any.items()]
+            met = [
+                f"{describe(effects[name])}: {text}"
+                for (name, text), (_, condition) in zip(texts, branch.conditions, strict=True)
+                if condition.holds(evidence[name])
+            ]
+            return Verdict(rule.verdict, rule.says, tuple(met), True)
+    reasons = tuple(describe(effect) for effect in named)
+    otherwise = study.decision.otherwise
+    if otherwise is not None and all(effect.is_exact or effect.state_text in DECIDED for effect in named):
+        return Verdict(otherwise.verdict, otherwise.says, reasons, True)
+    return Verdict("inconclusive", "no rule of the decision is met", reasons, True)
 
 
 def effects_table(result: StudyResult) -> Table:
-    """Every effect of a study, one a row, with what was predicted for it."""
-    predicted = result.study.hypothesis.predicted
+    """Every effect of a study, one a row, with what was predicted for it and who reads it."""
+    study, levels = result.study, result.look.levels
+    predicted = study.hypothesis.predicted
     rows = []
     for effect in result.effects.values():
         is_signed = effect.neutral == 0
@@ -217,28 +215,30 @@ def effects_table(result: StudyResult) -> Table:
         rows.append(
             (
                 effect.name,
+                _role(study, effect.name),
                 "yes" if effect.is_controlled else "no",
                 effect.n,
                 Shown(effect.estimate, effect.kind, is_signed),
                 Shown((effect.low, effect.high), effect.kind, is_signed),
+                Shown((effect.narrow_low, effect.narrow_high), effect.kind, is_signed),
                 Shown(boot, effect.kind, is_signed),
                 effect.p,
                 effect.p_sign_flip,
                 effect.p_holm,
                 Shown(effect.detectable, effect.kind),
                 predicted.get(effect.name),
-                effect.sign_text,
-                effect.refusal or effect.note,
+                effect.state_text,
+                effect.refusal or effect.insensitive or effect.note,
             )
         )
-    decision = result.study.decision
-    level = f"{100 * decision.level:g} % interval"
     columns = (
         Column("effect", "effect"),
+        Column("role", "read by"),
         Column("controlled", "controlled"),
         Column("n", "n", "count"),
         Column("estimate", "estimate", "number"),
-        Column("interval", level, "interval"),
+        Column("interval", f"{_percent(1 - levels.two_sided)} interval", "interval"),
+        Column("narrow", f"{_percent(1 - 2 * levels.one_sided)} interval", "interval", is_detail=True),
         Column("bootstrap", "over seeds and examples", "interval", is_detail=True),
         Column("p", "p (t)", "p"),
         Column("p_sign_flip", "p (signs)", "p", is_detail=True),
@@ -248,28 +248,35 @@ def effects_table(result: StudyResult) -> Table:
         Column("observed", "observed"),
         Column("note", "note"),
     )
-    rule = f"sign where the interval excludes none and p (Holm) is at most {1 - decision.level:g}"
+    margin = f"margin {_size(study, study.margin_size)}" if study.margin else "no margin"
     notes = (
-        f"accuracies in percentage points; paired by seed, t interval; observed: "
-        f"{rule if decision.adjust == 'holm' else 'sign where the interval excludes none'}; "
-        "controlled: the arms differ in the declared key alone",
+        f"accuracies in percentage points; paired by seed, t intervals; {margin}; superior or inferior by the "
+        f"{_percent(1 - levels.two_sided)} interval, equivalent and non-inferior by the "
+        f"{_percent(1 - 2 * levels.one_sided)} interval (two one-sided tests); controlled: one thing differs; effects that "
+        "no rule or control reads are exploratory",
     )
-    caption = f"Effects in {result.study.metric}, study {result.study.name}, scale: {result.scale}"
+    caption = f"Effects in {study.metric}, study {study.name}, scale: {result.scale}"
     return Table("effects", caption, columns, tuple(rows), notes)
 
 
 def verdict_text(result: StudyResult) -> str:
-    """The verdict in plain lines: question, hypothesis, predicted and observed signs, the branch met and why."""
+    """The verdict in plain lines: question, hypothesis, registration, the branch met and why, controls, what is lacking."""
     study, verdict = result.study, result.verdict
+    gaps = f"; {'; '.join(result.missing)}" if result.missing else ""
     lines = [
         f"Study {study.name} (scale: {result.scale})",
         f"Question: {study.question}",
         f"Hypothesis: {study.hypothesis.statement}",
         *(f"  {name}: predicted {sign}, observed {observed}" for name, sign, observed in result.predictions()),
-        f"Verdict: {verdict.name}: {verdict.says}",
+        f"Verdict: {verdict.heading}: {verdict.says}{gaps}",
         *(f"  {reason}" for reason in verdict.reasons),
+        *(f"Exploratory: {reason}" for reason in verdict.exploratory),
+        *(control.text for control in result.controls),
+        *_design_lines(result),
+        *(result.plan.lines() if result.plan else []),
         *(f"Missing: {text}" for text in result.missing),
-        *(f"Note: {warning}" for warning in study.warnings),
+        *(f"Note: {line}" for line in result.provenance),
+        *(f"Note: {warning}" for warning in study.warnings()),
     ]
     if result.scale != "paper":
         lines.append(
@@ -279,267 +286,192 @@ def verdict_text(result: StudyResult) -> str:
 
 
 def verdict_record(result: StudyResult) -> dict[str, Any]:
-    """The verdict with its effects as plain data, to be written as JSON beside the study."""
+    """The verdict with everything it rests on as plain data, to be written as JSON beside the study."""
+    study = result.study
     effects = {
         name: {
             "estimate": effect.estimate,
             "low": effect.low,
             "high": effect.high,
+            "narrow_low": effect.narrow_low,
+            "narrow_high": effect.narrow_high,
             "n": effect.n,
+            "sd": effect.sd,
+            "values": {str(seed): value for seed, value in effect.values.items()},
             "p": effect.p,
             "p_holm": effect.p_holm,
-            "observed": effect.sign_text,
-            "predicted": result.study.hypothesis.predicted.get(name),
+            "detectable": effect.detectable,
+            "observed": effect.state_text,
+            "predicted": study.hypothesis.predicted.get(name),
+            "read_by": _role(study, name),
             "is_controlled": effect.is_controlled,
-            "note": effect.refusal or effect.note,
+            "note": effect.refusal or effect.insensitive or effect.note,
         }
         for name, effect in result.effects.items()
     }
+    look = result.look
     return {
-        "study": result.study.name,
+        "study": study.name,
         "scale": result.scale,
         "verdict": result.verdict.name,
         "says": result.verdict.says,
         "reasons": list(result.verdict.reasons),
         "is_complete": result.verdict.is_complete,
-        "metric": result.study.metric,
+        "exploratory": list(result.verdict.exploratory),
+        "metric": study.metric,
+        "margin": None if study.margin is None else study.margin.model_dump(),
+        "family": {"size": study.family.size, "ways": dict(study.family.ways), "text": study.family.text()},
+        "look": {
+            "number": look.number,
+            "of": look.num_looks,
+            "seeds": list(look.seeds),
+            "two_sided_level": look.levels.two_sided,
+            "one_sided_level": look.levels.one_sided,
+        },
+        "controls": [
+            {
+                "effect": c.name,
+                "kind": "positive" if c.is_positive else "negative",
+                "least": c.least,
+                "passes": c.passes,
+            }
+            for c in result.controls
+        ],
+        "rules": [
+            {"verdict": rule.verdict, "says": rule.says, "when": dict(rule.when), "when_any": dict(rule.when_any)}
+            for rule in study.decision.rules
+        ],
+        "registration": [
+            {
+                "event": entry.event,
+                "date": entry.date,
+                "hash": entry.hash,
+                "overrides": list(entry.overrides),
+                "finished": entry.finished,
+                "difference": list(entry.difference),
+                "reason": entry.reason,
+                "versions": dict(entry.versions),
+            }
+            for entry in (result.plan.entries if result.plan else ())
+        ],
         "effects": effects,
         "missing": list(result.missing),
+        "provenance": list(result.provenance),
     }
 
 
-def _checked_comparison(name: str, contrast: Contrast, arms: Mapping[str, Arm], study: Study) -> Comparison:
-    first, second = (arms[arm] for arm in contrast.arms)
+def _recorded_scale(study: Study, records: Sequence[Mapping[str, Any]]) -> str:
+    named = {record["study"] for record in records}
+    return next((scale for scale in study.scales if study.key(scale) in named), next(iter(study.scales)))
+
+
+def _looks(study: Study, scale: str) -> list[Look]:
+    """The looks of a study with the levels of their tests: alpha over the family, spent over the looks."""
+    seeds = study.looks(scale)
+    alpha = study.decision.alpha / study.family.size
+    sizes = [len(found) for found in seeds]
+    levels = zip(sequential.two_sided_levels(sizes, alpha), sequential.one_sided_levels(sizes, alpha), strict=True)
+    return [Look(i + 1, len(seeds), seeds[i], Levels(two, one)) for i, (two, one) in enumerate(levels)]
+
+
+def _needed(study: Study) -> set[str]:
+    """Arms without which the rules and the controls cannot be read."""
+    return {arm for name in (*study.read_effects, *study.controls.names) for arm in study.arms_of(name)}
+
+
+def _missing(study: Study, arms: Mapping[str, Arm], seeds: Sequence[int], needed: set[str]) -> list[str]:
+    return [f"{name}: {text}" for name, arm in arms.items() if name in needed and (text := arm.missing(seeds))]
+
+
+def _judged(
+    study: Study, arms: Mapping[str, Arm], look: Look, plan: Plan | None
+) -> tuple[dict[str, Effect], Verdict, tuple[Control, ...], Look, dict[str, Arm]]:
+    used = {
+        name: replace(arm, cells={seed: record for seed, record in arm.cells.items() if seed in look.seeds})
+        for name, arm in arms.items()
+    }
+    effects = estimate_effects(study, used, look.levels)
+    controls = _controls(study, effects)
+    missing = _missing(study, used, look.seeds, _needed(study))
+    if missing and len(look.seeds) >= statistics.MIN_SEEDS:
+        refused = [f"{name}: {effects[name].refusal}" for name in study.read_effects if effects[name].refusal]
+        says = f"no verdict before the planned seeds ({formatting.runs_of(list(look.seeds))})"
+        verdict = Verdict("inconclusive", says, (*missing, *refused), False)
+    else:
+        verdict = decide(study, effects, controls)
+    exploratory = plan.exploratory if plan and verdict.is_complete else ()
+    return effects, replace(verdict, exploratory=exploratory), controls, look, used
+
+
+def _controls(study: Study, effects: Mapping[str, Effect]) -> tuple[Control, ...]:
+    found = []
+    for name, least in study.controls.positive.items():
+        effect = effects[name]
+        side = 1 if least > 0 else -1
+        is_out = effect.sign == side and side * (effect.estimate - effect.neutral) >= abs(least)
+        passes = None if effect.state_text == "unknown" else is_out
+        words = {None: "not known", True: "came out", False: "did not come out"}[passes]
+        text = f"Positive control {words}: {describe(effect)}, at least {_size(study, least, name)} expected"
+        found.append(Control(name, True, least, passes, text))
+    for name in study.controls.negative:
+        effect = effects[name]
+        passes = None if effect.state_text == "unknown" else effect.sign == 0
+        words = {None: "not known", True: "did not come out", False: "came out"}[passes]
+        found.append(Control(name, False, 0.0, passes, f"Negative control {words}: {describe(effect)}"))
+    return tuple(found)
+
+
+def _comparison(study: Study, name: str, arms: Mapping[str, Arm], effects: Mapping[str, Effect]) -> Comparison:
+    first, second = (arms[arm] for arm in study.contrasts[name].arms)
     comparison = compare(first, second, study.metric, study.decision.level)
-    if comparison.difference is None:
-        return comparison
-    problems = contrast_problems(name, contrast, {arm: arms[arm].config for arm in contrast.arms})
-    problems += _pairing_problems(first, second, contrast.differ_in)
-    if problems:
-        return replace(comparison, difference=None, refusal="; ".join(problems))
-    return comparison
+    refusal = effects[name].refusal
+    return replace(comparison, difference=None, refusal=refusal) if refusal else comparison
 
 
-def _pairing_problems(first: Arm, second: Arm, differ_in: Sequence[str]) -> list[str]:
-    """Runs of one seed must have seen the same data and started from the same backbone weights."""
-    axes = {key.split(".", 1)[0] for key in differ_in}
-    problems = []
-    for section, entry, excused, what in (
-        ("data", "fingerprint", {"data"}, "data"),
-        ("init", "hash", {"data", "init", "backbone"}, "initial weights"),
-    ):
-        pairs = (
-            (a[section].get(entry), second.finished[seed][section].get(entry)) for seed, a in first.finished.items()
-        )
-        if not axes & excused and any(a != b for a, b in pairs):
-            problems.append(f"not paired: {first.label} and {second.label} have other {what} under one seed")
-    return problems
-
-
-def _contrast_effect(name: str, study: Study, comparison: Comparison) -> Effect:
-    contrast = study.contrasts[name]
-    metric = formatting.metric(study.metric)
-    if comparison.difference is None:
-        return Effect(name, metric.kind, is_controlled=contrast.is_controlled, refusal=comparison.refusal)
-    effect = replace(_from_difference(name, metric, comparison.difference), is_controlled=contrast.is_controlled)
-    values = zip(*(side.values(study.metric).values() for side in (comparison.arm, comparison.reference)), strict=True)
-    return replace(
-        effect,
-        p_sign_flip=_sign_flip([a - b for a, b in values]),
-        bootstrap=_bootstrap(comparison) if study.metric == "test/acc" else None,
-    )
-
-
-def _from_difference(name: str, metric: formatting.Metric, d: Difference) -> Effect:
-    if d.is_degenerate and metric.is_exact:
-        sign = statistics.sign_of_interval(d.low, d.high)
-        return Effect(
-            name, metric.kind, d.mean, d.low, d.high, d.n, sign=sign, is_exact=True, note=d.stamp or "counted"
-        )
-    low, high = d.interval or (math.nan, math.nan)
-    detectable = math.nan if d.is_degenerate else statistics.minimum_detectable_effect(d.sd, d.n, alpha=1 - d.level)
-    note = d.stamp
-    if d.is_degenerate:
-        note = "identical results" if d.mean == 0 else EQUAL_DIFFERENCES
-    elif not d.stamp and d.sign and abs(d.mean) < detectable:
-        note = "below the detectable effect"
-    return Effect(name, metric.kind, d.mean, low, high, d.n, d.p, detectable=detectable, sign=d.sign, note=note)
-
-
-def _sign_flip(differences: Sequence[float]) -> float:
-    if not 1 < len(differences) <= statistics.MAX_EXACT_SIGNS:
-        return math.nan
-    return statistics.sign_flip(differences).p_two_sided
-
-
-def _bootstrap(comparison: Comparison) -> Bootstrap | None:
-    """Over seeds and examples, where every run kept its predictions of the same examples."""
-    sides = []
-    for arm in (comparison.arm, comparison.reference):
-        try:
-            kept = [read_predictions(record) for record in arm.finished.values()]
-        except RecordError:
-            return None
-        sides.append(kept)
-    everything = [predictions for kept in sides for predictions in kept]
-    index, target = everything[0]["index"], everything[0]["target"]
-    if not all(np.array_equal(p["index"], index) and np.array_equal(p["target"], target) for p in everything):
-        return None
-    correct = [np.stack([p["prediction"] == target for p in kept]) for kept in sides]
-    return statistics.paired_bootstrap(correct[0], correct[1], unit="both")
-
-
-def _factor_effects(study: Study, arms: Mapping[str, Arm]) -> dict[str, Effect]:
-    if not study.factors:
-        return {}
-    metric = formatting.metric(study.metric)
-    (f, first), (g, second) = study.factors.items()
-    crossed = study.factor_arms()
-    wanted = [name for name in study.effect_names() if name.startswith((f"{f}: ", f"{g}: ", f"{f} x {g}"))]
-    problems = [
-        problem
-        for name, factor in study.factors.items()
-        for a, b in study.level_pairs(name)
-        if arms[a].config and arms[b].config
-        for problem in (
-            *contrast_problems(f"factor {name}", Contrast(arms=[b, a], differ_in=[factor.differ_in]), _configs(arms)),
-            *_pairing_problems_where_matched(arms[a], arms[b], factor.differ_in),
-        )
-    ]
-    cells = {(levels[0], levels[1]): arms[arm].values(study.metric) for levels, arm in crossed.items()}
-    empty = [arms[arm].label for arm in crossed.values() if not arms[arm].values(study.metric)]
-    if empty:
-        problems.append(f"no results of {', '.join(empty)}")
-    if not problems:
-        try:
-            found = statistics.factorial(cells, (f, g), (list(first.levels), list(second.levels)), study.decision.level)
-            return {name: _from_difference(name, metric, found[name]) for name in wanted}
-        except statistics.UnmatchedSeedsError as error:
-            problems.append(str(error))
-    return {name: Effect(name, metric.kind, refusal="; ".join(dict.fromkeys(problems))) for name in wanted}
-
-
-def _configs(arms: Mapping[str, Arm]) -> dict[str, Mapping[str, Any]]:
-    return {name: arm.config for name, arm in arms.items()}
-
-
-def _pairing_problems_where_matched(first: Arm, second: Arm, differ_in: str) -> list[str]:
-    if first.finished.keys() != second.finished.keys():
-        return []
-    return _pairing_problems(first, second, [differ_in])
-
-
-def _convergence_effects(study: Study, arms: Mapping[str, Arm]) -> dict[str, Effect]:
-    if study.convergence is None:
-        return {}
-    metric = formatting.metric(study.convergence.metric)
-    effects = {}
-    for contrast_name, contrast in study.contrasts.items():
-        curves = [_curves(arms[arm], metric.key) for arm in contrast.arms]
-        is_matched = bool(curves[0]) and curves[0].keys() == curves[1].keys()
-        refusal = (
-            "" if is_matched else f"training curves of {' and '.join(contrast.arms)} do not exist under equal seeds"
-        )
-        for target in study.convergence.targets:
-            name = speed_up_name(contrast_name, target)
-            effect = Effect(name, "ratio", neutral=1.0, is_controlled=contrast.is_controlled, refusal=refusal)
-            effects[name] = (
-                effect if refusal else _speed_up_effect(effect, curves, target, metric, study.decision.level)
-            )
-        name = area_name(contrast_name)
-        effects[name] = Effect(name, metric.kind, is_controlled=contrast.is_controlled, refusal=refusal)
-        if not refusal:
-            areas = [
-                {seed: statistics.area_under_curve(*curve) for seed, curve in curve_of.items()} for curve_of in curves
-            ]
-            d = statistics.paired_by_seed(areas[0], areas[1], study.decision.level)
-            effects[name] = replace(_from_difference(name, metric, d), is_controlled=contrast.is_controlled)
-    return effects
-
-
-def _curves(arm: Arm, metric: str) -> dict[int, tuple[list[float], list[float]]]:
-    """Seed to (epochs counted from one, values), of the finished seeds that kept a history."""
-    found = {}
-    for seed, record in arm.finished.items():
-        history = read_history(record)
-        if history.get(metric):
-            found[seed] = ([epoch + 1 for epoch in history["epoch"]], history[metric])
-    return found
-
-
-def _speed_up_effect(
-    effect: Effect,
-    curves: Sequence[Mapping[int, tuple[list[float], list[float]]]],
-    target: float,
-    metric: formatting.Metric,
-    level: float,
-) -> Effect:
-    """Epochs of the contrast's second arm over those of its first: above 1, the first arm is faster."""
-    seeds = sorted(curves[0])
-    arm, reference = (
-        [
-            statistics.epochs_to_target(*curve_of[seed], target, higher_is_better=metric.higher_is_better)
-            for seed in seeds
-        ]
-        for curve_of in curves
-    )
-    ratio = statistics.speed_up(reference, arm, level)
-    if ratio.kind != "observed":
-        counts = ", ".join(f"{ratio.kinds.count(kind)} {kind}" for kind in dict.fromkeys(ratio.kinds))
-        bound = "" if math.isnan(ratio.mean) else f"; {ratio.kind.replace('_', ' ')} {ratio.mean:.2f}"
-        return replace(effect, refusal=f"target not reached in every run ({counts.replace('_', ' ')}{bound})")
-    logs = statistics.one_sample_t(np.log(ratio.ratios), level, scale=1.0)
-    if logs.is_degenerate and logs.mean != 0:
-        return replace(effect, estimate=ratio.mean, n=logs.n, note=EQUAL_DIFFERENCES)
-    return replace(
-        effect, estimate=ratio.mean, low=ratio.low, high=ratio.high, n=logs.n, p=logs.p, sign=logs.sign, note=logs.stamp
-    )
-
-
-def _saving_effect(study: Study, arms: Mapping[str, Arm]) -> dict[str, Effect]:
-    """Share of the reference's cost that is saved where the curve meets the reference's accuracy, seed by seed."""
-    settings = study.equal_accuracy
-    if settings is None:
-        return {}
-    effect = Effect(SAVING, "percent", is_controlled=False)
-    reference = arms[settings.reference].values(study.metric)
-    reference_cost = arms[settings.reference].values(settings.cost)
-    points = [(arms[arm].values(settings.cost), arms[arm].values(study.metric)) for arm in settings.curve]
-    seeds = set(reference)
-    if not seeds or any(cost.keys() != seeds or accuracy.keys() != seeds for cost, accuracy in points):
-        return {SAVING: replace(effect, refusal="the curve and its reference do not have results under equal seeds")}
-    found = {
-        seed: statistics.cost_at_accuracy([c[seed] for c, _ in points], [a[seed] for _, a in points], reference[seed])
-        for seed in sorted(seeds)
-    }
-    kinds = [point.kind for point in found.values()]
-    if set(kinds) != {"reached"}:
-        counts = ", ".join(f"{kinds.count(kind)} {kind.replace('_', ' ')}" for kind in dict.fromkeys(kinds))
-        return {
-            SAVING: replace(
-                effect, refusal=f"the curve does not cross the reference's accuracy in every seed ({counts})"
-            )
+def _strays(study: Study, scale: str, records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Seeds that have run under the study's name and that it does not name: it was changed, or stopped early."""
+    planned = set(study.planned_seeds(scale))
+    found = sorted(
+        {
+            record["seed"]
+            for record in records
+            if record["study"] in (study.name, study.key(scale)) and isinstance(record["seed"], int)
         }
-    savings = [1 - point.cost / reference_cost[seed] for seed, point in found.items()]
-    d = statistics.one_sample_t(savings, study.decision.level)
-    return {SAVING: replace(_from_difference(SAVING, _SHARE, d), is_controlled=False)}
+        - planned
+    )
+    found = [seed for seed in found if seed < PILOT_SEEDS]
+    return [f"seeds {formatting.runs_of(found)} have run as well and are none of the study's"] if found else []
 
 
-def _decided(study: Study, effects: Mapping[str, Effect]) -> dict[str, Effect]:
-    """Holm over the contrasts and whatever else the rules name; with `adjust: holm` a sign needs the adjusted p as
-    well.
-    """
-    named = {name for rule in study.decision.rules for name, _ in rule.conditions}
-    family = [name for name in effects if name in study.contrasts or name in named]
-    adjusted = dict(zip(family, statistics.adjust([effects[name].p for name in family]).tolist(), strict=True))
-    alpha = 1 - study.decision.level
-    decided = {}
-    for name, effect in effects.items():
-        p = adjusted.get(name, math.nan)
-        is_kept = study.decision.adjust == "none" or name not in adjusted or effect.is_exact or p <= alpha
-        decided[name] = replace(effect, p_holm=p, sign=effect.sign if is_kept else 0)
-    return decided
+def _design_lines(result: StudyResult) -> list[str]:
+    study, look = result.study, result.look
+    lines = []
+    if study.margin is not None:
+        lines.append(f"Margin: {_size(study, study.margin.size)}: {study.margin.because}")
+    if study.decision.adjust == "family":
+        lines.append(f"Family: {study.family.text()}")
+    elif study.decision.adjust == "holm":
+        lines.append("Family: signs adjusted by Holm over the contrasts and whatever else the rules read")
+    if look.num_looks > 1:
+        lines.append(
+            f"Look {look.number} of {look.num_looks}: {len(look.seeds)} seeds, two-sided tests at "
+            f"{look.levels.two_sided:.2g}, one-sided at {look.levels.one_sided:.2g} (alpha spending)"
+        )
+    return lines
 
 
-def _holds(effect: Effect, condition: str) -> bool:
-    return parse_condition(condition).holds(effect.low, effect.high, effect.sign)
+def _role(study: Study, name: str) -> str:
+    roles = ["rules"] if name in study.read_effects else []
+    roles += ["positive control"] if name in study.controls.positive else []
+    roles += ["negative control"] if name in study.controls.negative else []
+    return ", ".join(roles) or "exploratory"
+
+
+def _size(study: Study, size: float, effect: str = "") -> str:
+    is_ratio = effect in study.neutrals
+    kind = "number" if is_ratio else formatting.metric(study.metric).kind
+    return formatting.number(size, kind) + (" points" if kind == "percent" else "")
+
+
+def _percent(level: float) -> str:
+    return f"{100 * level:.4g} %"
