@@ -1,14 +1,14 @@
 """Run a study: `python -m routing_lab.study experiments/confound.yaml [scale=toy] [overrides] [hydra/launcher=joblib]`.
 
-The study file is checked, then every arm is composed and checked, and contrasts that are not controlled are refused. The
-study is registered before the first cell trains: its text, overrides, seeds, cells and versions, dated, in a file that is
-only ever added to. Cells that have finished are not run again. The missing ones go through Hydra's launchers, look by look
-where the study has several, and the verdict is computed from the records. `--plan` lists the cells, their state and what
-they are expected to cost, and runs nothing.
+The study file is checked, then every arm is composed and checked, and contrasts that are not controlled are refused.
+The study is registered before the first cell trains: its text, overrides, seeds, cells and versions, dated, in a file
+that is only ever added to. Cells that have finished are not run again. The missing ones go through Hydra's launchers,
+look by look where the study has several, and the verdict is computed from the records. `--plan` lists the cells, their
+state and what they are expected to cost, and runs nothing.
 
-Once a cell has finished, a changed file, other overrides or seeds are refused; `--amend 'why'` lists the change beside the
-verdict, which is then exploratory. In place of the study file its registration may be given, to go on with what was
-registered.
+Once a cell has finished, a changed file, other overrides or seeds are refused; `--amend 'why'` lists the change beside
+the verdict, which is then exploratory. In place of the study file its registration may be given, to go on with what
+was registered.
 
 Exit codes: 0 every cell finished and the verdict stands; 1 a cell failed; 2 the study was refused and nothing was
 written; 130 or 143 interrupted, and the same command runs what is missing.
@@ -159,8 +159,8 @@ def describe(planned: PlannedStudy) -> str:
 
 
 def run(planned: PlannedStudy) -> int:
-    """Register the study, launch the missing cells of each look until the verdict is reached, print it; returns the exit
-    code.
+    """Register the study, launch the missing cells of each look until the verdict is reached, print it; returns the
+    exit code.
     """
     plan = planned.plan
     append(plan, planned.runs)

@@ -131,8 +131,8 @@ def differing_things(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     """What two configurations (flat or nested) differ in, counted as one would change it.
 
     A leaf key is one thing. Another member of an axis is one thing, with the options that only one of the two members
-    has; options that both have, and that differ, are further ones. An option that does not act in either arm, or acts only
-    because of another difference, is none.
+    has; options that both have, and that differ, are further ones. An option that does not act in either arm, or acts
+    only because of another difference, is none.
     """
     first, second = flatten(a), flatten(b)
     keys = [key for key in differing_keys(a, b) if _acts(key, first, second)]

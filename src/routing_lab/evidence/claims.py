@@ -1,7 +1,8 @@
-"""Claims of papers, each tied to the effects that test it; a claim's verdict is computed from what these are shown to be.
+"""Claims of papers, each tied to the effects that test it; a claim's verdict is computed from what these are shown to
+be.
 
-A study may bear on several claims, and its verdict answers its own question; a claim therefore names the effect of a study
-that is its test, and what the effect must be if the claim holds.
+A study may bear on several claims, and its verdict answers its own question; a claim therefore names the effect of a
+study that is its test, and what the effect must be if the claim holds.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ NOT_RUN = "not run"
 
 
 class ClaimTest(BaseModel):
-    """An effect that tests a claim: `expected` is the condition (see `rules.CONDITIONS`) that it meets if the claim holds,
-    by the margin of its study.
+    """An effect that tests a claim: `expected` is the condition (see `rules.CONDITIONS`) that it meets if the claim
+    holds, by the margin of its study.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -106,8 +107,8 @@ def load_claims(path: Path | str) -> list[Claim]:
 def judge(claims: Iterable[Claim], results: Sequence[StudyResult]) -> list[Finding]:
     """The verdict of each claim from the complete results of its studies.
 
-    `supports` beside `contradicted` gives `mixed`; otherwise what decided wins over what did not. Without a complete study
-    the claim is `not run`.
+    `supports` beside `contradicted` gives `mixed`; otherwise what decided wins over what did not. Without a complete
+    study the claim is `not run`.
     """
     findings = []
     for claim in claims:

@@ -1,8 +1,9 @@
 """The effects of a study, estimated from the records of its arms, seed by seed.
 
-Every effect is one number under each seed: a weighted sum of the arms' results, a ratio of epochs, a share of cost. Its
-mean has a two-sided t interval, which gives it a sign, and the narrower one of two one-sided tests, which shows it to lie
-within the margin. An effect whose results cannot vary is insensitive: all at the ceiling or the floor, all equal.
+Every effect is one number under each seed: a weighted sum of the arms' results, a ratio of epochs, a share of cost.
+Its mean has a two-sided t interval, which gives it a sign, and the narrower one of two one-sided tests, which shows it
+to lie within the margin. An effect whose results cannot vary is insensitive: all at the ceiling or the floor, all
+equal.
 """
 
 from __future__ import annotations
@@ -39,10 +40,11 @@ class Levels:
 class Effect:
     """One estimated effect. `neutral` is the value that means none (0 for a difference, 1 for a ratio).
 
-    `low` and `high` are the two-sided interval, `narrow_low` and `narrow_high` that of two one-sided tests, both at the
-    levels that the decision is made at. `values` holds the effect under each seed. `refusal` says why there is no estimate,
-    `insensitive` why an estimate says nothing; `is_controlled` is False for a comparison of whole configurations;
-    `is_exact` marks a counted quantity that was equal under all seeds; `is_withheld` a sign that Holm's adjustment denies.
+    `low` and `high` are the two-sided interval, `narrow_low` and `narrow_high` that of two one-sided tests, both at
+    the levels that the decision is made at. `values` holds the effect under each seed. `refusal` says why there is no
+    estimate, `insensitive` why an estimate says nothing; `is_controlled` is False for a comparison of whole
+    configurations; `is_exact` marks a counted quantity that was equal under all seeds; `is_withheld` a sign that
+    Holm's adjustment denies.
     """
 
     name: str
@@ -157,7 +159,7 @@ def _estimate(study: Study, arms: Mapping[str, Arm], empty: Effect, levels: Leve
 
 def _linear_effect(study: Study, arms: Mapping[str, Arm], empty: Effect, levels: Levels) -> Effect:
     """A weighted sum of the arms' results under each seed."""
-    weights = {arm: weight for arm, weight in study.weights[empty.name].items()}
+    weights = study.weights[empty.name]
     values = {arm: arms[arm].values(study.metric) for arm in weights}
     problems = _seed_problems(arms, values) or _control_problems(study, empty.name, arms)
     if problems:

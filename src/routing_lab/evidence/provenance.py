@@ -1,9 +1,9 @@
 """Where the cells of a comparison come from: what breaks their pairing is refused, the rest is shown.
 
-Two arms are paired by seed because everything but the arm is the same. Runs that saw other data, began at other weights,
-or were made with other software or on another kind of device differ in more than the arm; such pairs are refused. Other
-commits, changed working trees and machines are named. Metrics are computed again from the predictions that a run kept,
-and a record that says otherwise is refused.
+Two arms are paired by seed because everything but the arm is the same. Runs that saw other data, began at other
+weights, or were made with other software or on another kind of device differ in more than the arm; such pairs are
+refused. Other commits, changed working trees and machines are named. Metrics are computed again from the predictions
+that a run kept, and a record that says otherwise is refused.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ TOLERANCE = 1e-5
 """How far a metric of a record may lie from what its predictions give: sums in single precision."""
 
 UNEQUAL_COST = 0.01
-"""Relative difference of cost, and difference of kept fractions, from which a comparison is said to be of unequal ones."""
+"""Relative difference of cost, and difference of kept fractions, from which a comparison is said to be of unequal
+ones.
+"""
 
 
 def pairing_problems(first: Arm, second: Arm, differ_in: Sequence[str]) -> list[str]:

@@ -1,9 +1,9 @@
 """What a study was registered as: its text, overrides, seeds, cells and versions, dated, before its first cell trained.
 
-A registration is a file of its own, `<runs>/studies/<name>.<scale>.registration.jsonl`, one entry a line. Entries are only
-ever added; each carries the hash of the one before and of itself, so that an edited one is noticed. What changes after
-the first cell has finished is an amendment: it is listed with its date wherever the verdict stands, and the verdict is
-exploratory.
+A registration is a file of its own, `<runs>/studies/<name>.<scale>.registration.jsonl`, one entry a line. Entries are
+only ever added; each carries the hash of the one before and of itself, so that an edited one is noticed. What changes
+after the first cell has finished is an amendment: it is listed with its date wherever the verdict stands, and the
+verdict is exploratory.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ class Cell:
 class Entry:
     """One line of a registration.
 
-    `finished` counts the cells that had finished when it was written, `known` names the effects of the rules whose every
-    cell had, so that their outcome could be known; `difference` says what changed against the entry before, `reason` why.
+    `finished` counts the cells that had finished when it was written, `known` names the effects of the rules whose
+    every cell had, so that their outcome could be known; `difference` says what changed against the entry before,
+    `reason` why.
     """
 
     event: Event
@@ -167,7 +168,8 @@ def read_plan(path: Path | str) -> Plan:
     """A registration as written.
 
     Raises:
-        StudyError: the file cannot be read, or one of its entries is not what was written: its hash, or that of the entry
+        StudyError: the file cannot be read, or one of its entries is not what was written: its hash, or that of the
+        entry
             before, does not fit.
     """
     path = Path(path)

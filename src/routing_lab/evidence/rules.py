@@ -1,9 +1,9 @@
 """What a decision rule may say of an effect, and whether the rules of a study leave anything open.
 
-An effect is read from two intervals: the two-sided one (95 %), which gives it a sign, and the one of two one-sided tests
-(90 %), which shows it to lie within a margin. Together they put it into one of `STATES`; a condition of a rule is true of
-some states and of no interval that is wide enough to hold anything. So nothing is concluded from not knowing: there is no
-`not` in the grammar.
+An effect is read from two intervals: the two-sided one (95 %), which gives it a sign, and the one of two one-sided
+tests (90 %), which shows it to lie within a margin. Together they put it into one of `STATES`; a condition of a rule
+is true of some states and of no interval that is wide enough to hold anything. So nothing is concluded from not
+knowing: there is no `not` in the grammar.
 """
 
 from __future__ import annotations
@@ -258,6 +258,10 @@ class Branch:
         """Whether what the branch asks for is true when the effects themselves are known."""
         return self.is_met(lambda name, condition: condition.is_true_of(effects[name], margin, directions.get(name, 1)))
 
+    def is_shown(self, truth: Mapping[str, Mapping[Condition, bool]]) -> bool:
+        """Whether the branch is met when it is known of each effect which conditions hold."""
+        return self.is_met(lambda name, condition: truth[name][condition])
+
     def conjunctions(self) -> list[tuple[tuple[str, Condition], ...]]:
         """The sets of conditions each of which is enough to meet the branch."""
         return [(*self.all_of, one) for one in self.any_of] or [self.all_of]
@@ -273,10 +277,11 @@ class Branch:
 class Family:
     """Over how many effects a verdict could be reached by luck.
 
-    A rule that needs several effects at once (intersection-union) is met by luck only with the weakest of them, and needs
-    no adjustment; ways to the same verdict that are open side by side do. `ways` says for each verdict the largest number
-    of effects that must be hit to close every false way to it, over all that could be true; every test of the study is
-    made at alpha over the largest of these numbers. What stands under `otherwise` claims nothing and is not counted.
+    A rule that needs several effects at once (intersection-union) is met by luck only with the weakest of them, and
+    needs no adjustment; ways to the same verdict that are open side by side do. `ways` says for each verdict the
+    largest number of effects that must be hit to close every false way to it, over all that could be true; every test
+    of the study is made at alpha over the largest of these numbers. What stands under `otherwise` claims nothing and
+    is not counted.
     """
 
     ways: Mapping[str, int]
@@ -311,8 +316,8 @@ def family(
 class Patterns:
     """What the rules say of every pattern of what may be found.
 
-    `verdicts` counts the patterns of decided effects by verdict (by `none` where no rule speaks); `open` are examples of
-    the latter, `double` of patterns that meet several rules, each with the numbers of these rules.
+    `verdicts` counts the patterns of decided effects by verdict (by `none` where no rule speaks); `open` are examples
+    of the latter, `double` of patterns that meet several rules, each with the numbers of these rules.
     """
 
     verdicts: Mapping[str, int]
@@ -338,13 +343,9 @@ def enumerate_patterns(
     verdicts: dict[str, int] = {}
     open_, double, decided = list[str](), list[tuple[str, tuple[int, ...]]](), list[tuple[str, str]]()
     num_open = num_double = 0
-    position = {name: i for i, name in enumerate(names)}
     for pattern in itertools.product(*kinds):
-        met = tuple(
-            number
-            for number, branch in enumerate(branches)
-            if branch.is_met(lambda name, condition: pattern[position[name]].truth[condition])
-        )
+        truth = dict(zip(names, (kind.truth for kind in pattern), strict=True))
+        met = tuple(number for number, branch in enumerate(branches) if branch.is_shown(truth))
         is_decided = all(kind.is_decided for kind in pattern)
         if not is_decided and len(met) < 2:
             continue
@@ -401,8 +402,8 @@ def _exemplars(margin: float, bounds: Sequence[float]) -> Iterator[tuple[float, 
 
 
 def _ways(branches: Sequence[Branch], margin: float, directions: Mapping[str, int], exact: frozenset[str]) -> int:
-    """Largest number of effects, over all that could be true, of which one has to be taken for something else for any of
-    the branches to be met falsely.
+    """Largest number of effects, over all that could be true, of which one has to be taken for something else for any
+    of the branches to be met falsely.
     """
     conjunctions = [claim for branch in branches for claim in branch.conjunctions()]
     names = list(dict.fromkeys(name for claim in conjunctions for name, _ in claim if name not in exact))

@@ -1,9 +1,10 @@
 """Looking at results more than once without looking until they please: alpha spending for group-sequential designs.
 
 A look at n of N seeds may spend as much of the error rate as the spending function of Lan and DeMets (1983) of the
-O'Brien-Fleming type allows, f(t) = 2 (1 - Phi(z_{alpha/2} / sqrt(t))) with t = n / N: next to nothing early, alpha at the
-end. The level of each look follows by recursive integration over the looks before (Armitage, McPherson and Rowe, 1969),
-for a Brownian motion; the t tests of the looks are made at these levels (Jennison and Turnbull, 2000, section 3.8).
+O'Brien-Fleming type allows, f(t) = 2 (1 - Phi(z_{alpha/2} / sqrt(t))) with t = n / N: next to nothing early, alpha at
+the end. The level of each look follows by recursive integration over the looks before (Armitage, McPherson and Rowe,
+1969), for a Brownian motion; the t tests of the looks are made at these levels (Jennison and Turnbull, 2000, section
+3.8).
 """
 
 from __future__ import annotations

@@ -67,8 +67,9 @@ class Hypothesis(_Strict):
 
 class Contrast(_Strict):
     """`first arm - second arm`. One entry in `differ_in`, a leaf key or an axis whose member is swapped, makes it
-    controlled; several make it a comparison of whole configurations, which is reported as such and never as the effect of
-    one axis."""
+    controlled; several make it a comparison of whole configurations, which is reported as such and never as the effect
+    of one axis.
+    """
 
     arms: list[Text] = Field(min_length=2, max_length=2)
     differ_in: list[Text] = Field(min_length=1)
@@ -115,12 +116,13 @@ class Otherwise(_Strict):
 
 
 class Decision(_Strict):
-    """Rules in the order in which they are tried. Where none is met the verdict is that of `otherwise` if every effect that
-    they read is decided, else `inconclusive`.
+    """Rules in the order in which they are tried. Where none is met the verdict is that of `otherwise` if every effect
+    that they read is decided, else `inconclusive`.
 
-    `level` is that of the two-sided intervals; equivalence and non-inferiority are shown by one-sided tests at 1 - level.
-    `adjust: family` makes every test at (1 - level) over the size of the family (see `rules.Family`); `holm` adjusts signs
-    over the effects that the rules read. `order` says why the first rule goes before a later one that also holds.
+    `level` is that of the two-sided intervals; equivalence and non-inferiority are shown by one-sided tests at 1 -
+    level. `adjust: family` makes every test at (1 - level) over the size of the family (see `rules.Family`); `holm`
+    adjusts signs over the effects that the rules read. `order` says why the first rule goes before a later one that
+    also holds.
     """
 
     rules: list[Rule] = Field(min_length=1)
@@ -145,8 +147,8 @@ class Margin(_Strict):
 class Controls(_Strict):
     """What must come out if the study can see anything (effect -> least size), and what must not if it is sound.
 
-    A positive control passes with a sign on the side of its least size and an estimate at least as large; without it the
-    verdict is `insensitive`. A negative control that is shown to differ makes the verdict `invalid`.
+    A positive control passes with a sign on the side of its least size and an estimate at least as large; without it
+    the verdict is `insensitive`. A negative control that is shown to differ makes the verdict `invalid`.
     """
 
     positive: dict[Text, float] = Field(default_factory=dict)
@@ -210,9 +212,9 @@ class EqualAccuracy(_Strict):
 class ScaleSettings(_Strict):
     """How the study is run at one scale, and what a cell is expected to cost there.
 
-    `arms` adds overrides to single arms, where what they stand for depends on the size of the model; `seeds` replaces the
-    study's. `spread` is the standard deviation of a difference under one seed that power is computed from until a pilot
-    has measured it, and `spread_from` where it comes from.
+    `arms` adds overrides to single arms, where what they stand for depends on the size of the model; `seeds` replaces
+    the study's. `spread` is the standard deviation of a difference under one seed that power is computed from until a
+    pilot has measured it, and `spread_from` where it comes from.
     """
 
     overrides: Overrides
@@ -320,7 +322,7 @@ class Study(_Strict):
 
     @cached_property
     def weights(self) -> dict[str, dict[str, float]]:
-        """Effect -> arm -> weight, of every effect that is a sum of the arms' values: contrasts, factors, interaction."""
+        """Effect -> arm -> weight, of every effect that is a sum of the arms' values."""
         found = {name: {contrast.arms[0]: 1.0, contrast.arms[1]: -1.0} for name, contrast in self.contrasts.items()}
         if not self.factors:
             return found

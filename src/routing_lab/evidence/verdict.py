@@ -90,8 +90,8 @@ def evaluate(
 ) -> StudyResult:
     """Estimate every effect of a study from records, and compute its verdict.
 
-    A study with looks is judged at the first look that decides, so that later cells change nothing; else at the last look
-    whose cells are complete.
+    A study with looks is judged at the first look that decides, so that later cells change nothing; else at the last
+    look whose cells are complete.
 
     Args:
         study: the study; with a plan, the one that was planned.
@@ -252,15 +252,17 @@ def effects_table(result: StudyResult) -> Table:
     notes = (
         f"accuracies in percentage points; paired by seed, t intervals; {margin}; superior or inferior by the "
         f"{_percent(1 - levels.two_sided)} interval, equivalent and non-inferior by the "
-        f"{_percent(1 - 2 * levels.one_sided)} interval (two one-sided tests); controlled: one thing differs; effects that "
-        "no rule or control reads are exploratory",
+        f"{_percent(1 - 2 * levels.one_sided)} interval (two one-sided tests); controlled: one thing differs; "
+        "effects that no rule or control reads are exploratory",
     )
     caption = f"Effects in {study.metric}, study {study.name}, scale: {result.scale}"
     return Table("effects", caption, columns, tuple(rows), notes)
 
 
 def verdict_text(result: StudyResult) -> str:
-    """The verdict in plain lines: question, hypothesis, registration, the branch met and why, controls, what is lacking."""
+    """The verdict in plain lines: question, hypothesis, registration, the branch met and why, controls, what is
+    lacking.
+    """
     study, verdict = result.study, result.verdict
     gaps = f"; {'; '.join(result.missing)}" if result.missing else ""
     lines = [
