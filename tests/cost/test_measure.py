@@ -8,12 +8,15 @@ import pytest
 import timm
 import torch
 import transformers
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from routing_lab.cost.macs import LayerRule, TokenCounter, dense_macs
-from routing_lab.cost.measure import count_trace, decoder_shape, parameter_counts, vision_shape
+from routing_lab.cost.macs import dense_macs
+from routing_lab.cost.measure import WorkMeter, decoder_shape, parameter_counts, vision_shape
 from routing_lab.routing.base import LayerTrace, Trace
+from routing_lab.routing.work import Work
 
 VISION: list[tuple[str, dict[str, Any]]] = [
     ("deit_tiny_patch16_224", {}),
@@ -80,12 +83,27 @@ def test_parameter_counts_tell_routers_apart() -> None:
     assert parameter_counts(model) == {"params": 11, "router_params": 3}
 
 
-def test_counts_are_read_from_a_trace() -> None:
-    def layer(counts: list[int]) -> LayerTrace:
-        origin = torch.zeros(len(counts), 5, dtype=torch.long)
-        return LayerTrace(None, torch.zeros(2, 1, dtype=torch.long), torch.tensor(counts), 5, origin)
+def layer(samples: int, work: Work) -> LayerTrace:
+    index = torch.zeros(samples, 1, dtype=torch.long)
+    return LayerTrace(None, index, torch.ones(samples, dtype=torch.long), 5, index, work=work)
 
-    counter = TokenCounter([LayerRule(), LayerRule("block")])
-    count_trace(counter, Trace([layer([5, 5]), layer([2, 3])]))
-    dense, routed = counter.mean()
-    assert (dense.queries, routed.queries, routed.pairs) == (5, 2.5, 6.5)
+
+@given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=5), min_size=1, max_size=8))
+def test_measured_cost_is_the_mean_over_samples(batches: list[list[int]]) -> None:
+    meter = WorkMeter(1)
+    for batch in batches:
+        work, kept = Work(router=9), torch.tensor(batch)
+        work.add_attention(kept, kept)
+        work.repeat().map_pairs += 3
+        meter.add(Trace([layer(len(batch), work)]))
+    samples = [kept for batch in batches for kept in batch]
+    (found,) = meter.mean()
+    assert found.queries == sum(samples) / len(samples)
+    assert found.pairs == sum(kept * kept for kept in samples) / len(samples)
+    assert meter.router() == [9]
+    assert meter.repeated()[0].map_pairs == 3
+
+
+def test_a_layer_that_never_ran_has_no_cost() -> None:
+    with pytest.raises(ValueError, match=r"layer 0 .zero-based. was never recorded"):
+        WorkMeter(2).mean()

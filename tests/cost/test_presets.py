@@ -28,8 +28,8 @@ from routing_lab.config.nominal import (
     routing_rules,
 )
 from routing_lab.config.schema import MEMBER_MODELS, TimmBackbone
-from routing_lab.cost.macs import LayerTokens, ModelShape, TokenCounter, routed_macs
-from routing_lab.cost.measure import count_trace, vision_shape
+from routing_lab.cost.macs import LayerTokens, ModelShape, routed_macs
+from routing_lab.cost.measure import WorkMeter, vision_shape
 from routing_lab.routing.members import BackboneFacts
 from routing_lab.routing.model import RoutedModel
 
@@ -93,11 +93,11 @@ def nominal(config: Config, shape: ModelShape) -> list[LayerTokens]:
     return layer_tokens(routing_rules(config, routed, shape.depth), counts)
 
 
-def measured(config: Config, model: RoutedModel, pictures: torch.Tensor) -> list[LayerTokens]:
-    counter = TokenCounter(routing_rules(config, model.routed_layers, len(model.backbone.blocks)))
+def measured(model: RoutedModel, pictures: torch.Tensor) -> list[LayerTokens]:
+    meter = WorkMeter(len(model.backbone.blocks))
     with torch.no_grad():
-        count_trace(counter, model(pictures, return_trace=True)[1])
-    return counter.mean()
+        meter.add(model(pictures, return_trace=True)[1])
+    return meter.mean()
 
 
 @pytest.mark.parametrize("overrides", CASES, ids=" ".join)
@@ -117,7 +117,7 @@ def test_cost_is_the_reference(overrides: tuple[str, ...]) -> None:
             if stride not in real:
                 model = attach(adapt(tiny_deit(stride)), config)
                 pictures = torch.randn(1, 3, 224, 224, generator=torch.Generator().manual_seed(1))
-                real[stride] = measured(config, model, pictures)
+                real[stride] = measured(model, pictures)
             assert routed_macs(shape, real[stride]).total == row["mac"]
 
 
@@ -137,7 +137,7 @@ def test_nominal_cost_of_every_method_is_what_a_forward_costs(method: str) -> No
     shape = vision_shape(model.backbone)
     rules = routing_rules(config, model.routed_layers, shape.depth)
     counts = nominal_counts(config, model.routed_layers, shape.depth, shape.tokens, shape.prefix)
-    found = measured(config, model, images())
+    found = measured(model, images())
     if counts is not None:
         assert found == layer_tokens(rules, counts)
     for part in found:

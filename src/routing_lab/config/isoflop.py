@@ -109,7 +109,7 @@ def _target(config: Config, full: ModelShape) -> float | Problem:
     weights = router_weights(config.router, full.width)
     if weights is None:
         return Problem.of(key, None, f"only the class of router={config.router.name} knows its own cost; give the MACs")
-    routers = weights * sum(counts[layer].entering for layer in routed)
+    routers = weights * sum(count.scored for count in counts)
     layers = layer_tokens(routing_rules(config, routed, full.depth), counts)
     return routed_macs(full, layers).total + routers
 

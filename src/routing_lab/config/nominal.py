@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from routing_lab.config.checks import traits_of
 from routing_lab.config.schema import (
@@ -53,10 +53,11 @@ class RoutingAxes(Protocol):
 
 @dataclass(frozen=True)
 class Treated:
-    """Tokens of one layer: those that enter, and those that its routed part computes."""
+    """Tokens of one layer: those that enter, those that its routed part computes, and those that its router reads."""
 
     entering: int
     treated: int
+    scored: int = 0
 
 
 def routing_rules(axes: RoutingAxes, routed: Sequence[int], depth: int) -> list[LayerRule]:
@@ -68,6 +69,7 @@ def routing_rules(axes: RoutingAxes, routed: Sequence[int], depth: int) -> list[
         sublayer=axes.placement.sublayer,
         project=axes.bypass.name == "project",
         all_keys=traits_of("visibility", axes.visibility).all_keys,
+        map_rows=_map_rows(axes),
     )
     return layer_rules(depth, routed, rule)
 
@@ -98,13 +100,13 @@ def nominal_counts(
         if kept is None:
             return None
         if not bypass.removes:
-            counts.append(Treated(entering, kept))
+            counts.append(Treated(entering, kept, entering))
             eligible = kept if nested else entering
             continue
         remaining = _remaining(axes.bypass, eligible, kept, tokens, prefix, rank, len(routed))
         if remaining is None:
             return None
-        counts.append(Treated(entering, remaining))
+        counts.append(Treated(entering, remaining, entering))
         entering = eligible = remaining
     return counts
 
@@ -151,6 +153,14 @@ def backbone_shape(backbone: TimmBackbone, classes: int) -> ModelShape | None:
         classes=classes,
         head_tokens=2 if backbone.distilled else 1,
     )
+
+
+def _map_rows(axes: RoutingAxes) -> Literal["none", "one", "all"]:
+    """Which rows of the layer's own map are made before the selection, for the score."""
+    attention = traits_of("router", axes.router).attention
+    if not attention or axes.placement.attention_source != "same" or axes.placement.sublayer == "mlp":
+        return "none"
+    return "all" if "received" in attention or getattr(axes.router, "query", "cls") != "cls" else "one"
 
 
 def _kept(

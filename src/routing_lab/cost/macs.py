@@ -4,11 +4,13 @@ Convention. The unit is one multiply-accumulate (MAC) for one image or one seque
 convention, which `torch.utils.flop_counter` prints, are exactly twice these numbers. Counted are the patch embedding
 convolution, the query, key, value and output projections, the products QK^T and AV, the MLP matrices and the head.
 Not counted are biases, normalisation, softmax, activations, residual additions, position embeddings, token
-embeddings, gather and scatter. Causal attention is not halved. Routers are counted apart (`linear_router_macs`, ...).
+embeddings, gather and scatter, nor the matching of tokens to merge and the sum that fuses some. Causal attention is not
+halved. Routers are counted apart (`linear_router_macs`, ...), and so is what is computed a second time to read
+statistics off a map that attention makes anyway.
 
 One block costs, for n_q queries, n_k keys, n_v values, n_o outputs, n_m tokens in the MLP and `pairs` = n_q n_k,
 
-    n_q D A + (n_k + n_v) D A_kv + 2 pairs A + n_o A D + n_m m D M
+    n_q D A + (n_k + n_v) D A_kv + 2 pairs A + n_o A D + n_m m D M   [+ map_pairs A]
 
 with A = heads x head_dim, A_kv = kv_heads x head_dim, MLP width M and m MLP matrices. With A = A_kv = D, M = 4 D,
 m = 2 and equal counts n this is the familiar 12 n D^2 + 2 n^2 D.
@@ -16,10 +18,8 @@ m = 2 and equal counts n this is the familiar 12 n D^2 + 2 n^2 D.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from itertools import repeat
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 
@@ -86,6 +86,7 @@ class LayerTokens:
         outputs: tokens that pay the output projection.
         mlp: tokens that pay the MLP.
         pairs: query-key pairs, n_q n_k. Over samples this is the mean of products, not the product of means.
+        map_pairs: pairs of a map that is made for the score alone: a product each, and no value.
     """
 
     queries: float
@@ -94,6 +95,7 @@ class LayerTokens:
     outputs: float
     mlp: float
     pairs: float
+    map_pairs: float = 0
 
 
 @dataclass(frozen=True)
@@ -106,11 +108,14 @@ class LayerRule:
         project: bypassed tokens get x W_V W_O instead of attention (DTRNet), so that values and output projection are
             paid for every token.
         all_keys: kept tokens attend to every token; otherwise to the kept ones.
+        map_rows: rows of a map over all entering tokens that is made for the score, before the selection: those of all
+            tokens, or one.
     """
 
     sublayer: Literal["block", "attention", "mlp"] | None = None
     project: bool = False
     all_keys: bool = False
+    map_rows: Literal["none", "one", "all"] = "none"
 
     def tokens(self, entering: int, kept: int) -> LayerTokens:
         """Counts for one sample of which `kept` of the `entering` tokens are kept (all of them in a dense layer)."""
@@ -118,13 +123,15 @@ class LayerRule:
             raise ValueError(f"kept = {kept}: must lie between 0 and the {entering} tokens that enter the layer")
         attending = entering if self.sublayer in (None, "mlp") else kept
         keys = entering if self.all_keys else attending
+        mapped = 0 if self.map_rows == "none" else entering
         return LayerTokens(
-            queries=attending,
-            keys=keys,
-            values=entering if self.project else keys,
+            queries=attending + mapped,
+            keys=keys + mapped,
+            values=(entering if self.project else keys) + mapped,
             outputs=entering if self.project else attending,
             mlp=entering if self.sublayer in (None, "attention") else kept,
             pairs=attending * keys,
+            map_pairs=mapped * {"none": 0, "one": 1, "all": entering}[self.map_rows],
         )
 
 
@@ -185,17 +192,22 @@ def routed_macs(shape: ModelShape, layers: Sequence[LayerTokens]) -> Macs:
     if len(layers) != shape.depth:
         raise ValueError(f"counts for {len(layers)} layers were given; the backbone has {shape.depth}")
     width, query_width, kv_width = shape.width, shape.query_width, shape.kv_width
-    scored = sum(layer.pairs for layer in layers) * query_width
+    attended = sum(layer.pairs for layer in layers) * query_width
     return Macs(
         patch_embed=shape.positions * shape.patch_inputs * width,
         q=sum(layer.queries for layer in layers) * width * query_width,
         kv=sum(layer.keys + layer.values for layer in layers) * width * kv_width,
-        qk=scored,
-        av=scored,
+        qk=attended + sum(layer.map_pairs for layer in layers) * query_width,
+        av=attended,
         proj=sum(layer.outputs for layer in layers) * query_width * width,
         mlp=sum(layer.mlp for layer in layers) * shape.mlp_matrices * width * shape.mlp_hidden,
         head=shape.head_tokens * shape.classes * width,
     )
+
+
+def block_macs(shape: ModelShape, layers: Sequence[LayerTokens]) -> float:
+    """`routed_macs` of the blocks alone, without patch embedding and head."""
+    return routed_macs(replace(shape, patch_inputs=0, classes=0), layers).total
 
 
 def speedup_ceiling(shape: ModelShape, rules: Sequence[LayerRule], kept: int = 0) -> float:
@@ -221,56 +233,3 @@ def mlp_router_macs(tokens: float, width: int, hidden: int) -> float:
 def attention_score_additions(queries: float, keys: float, heads: int) -> float:
     """Additions, not MACs, that a column mean over all heads and queries of one map takes (A-MoD Eq. 4)."""
     return heads * queries * keys
-
-
-class TokenCounter:
-    """Counts per layer, averaged over samples; samples of one batch may enter and keep different numbers of tokens.
-
-    Per-sample integers are tallied, so that the mean number of query-key pairs is exact.
-
-    Args:
-        rules: one rule per layer.
-    """
-
-    def __init__(self, rules: Sequence[LayerRule]) -> None:
-        self.rules = list(rules)
-        self._tally: list[Counter[tuple[int, int]]] = [Counter() for _ in self.rules]
-
-    def add(self, layer: int, entering: int | Iterable[int], kept: Iterable[int]) -> None:
-        """Record a batch in one layer: tokens that entered it (the same for all, or per sample) and tokens kept."""
-        if isinstance(entering, int):
-            self._tally[layer].update(zip(repeat(entering), kept, strict=False))
-        else:
-            self._tally[layer].update(zip(entering, kept, strict=True))
-
-    def mean(self) -> list[LayerTokens]:
-        """Mean counts per layer, for `routed_macs`. Raises ValueError when a layer was never recorded."""
-        return [
-            LayerTokens(
-                **{
-                    part.name: self._mean(layer, [getattr(rule.tokens(*seen), part.name) for seen in tally])
-                    for part in fields(LayerTokens)
-                }
-            )
-            for layer, (rule, tally) in enumerate(zip(self.rules, self._tally, strict=True))
-        ]
-
-    def entering(self) -> list[float]:
-        """Mean number of tokens that entered each layer. Raises ValueError when a layer was never recorded."""
-        return [self._mean(layer, [entering for entering, _ in tally]) for layer, tally in enumerate(self._tally)]
-
-    def kept_fractions(self) -> dict[int, float]:
-        """Mean fraction of the entering tokens that was kept, by routed layer (zero-based)."""
-        return {layer: self._mean(layer, list(self._fractions(layer))) for layer in self._routed()}
-
-    def _routed(self) -> list[int]:
-        return [layer for layer, rule in enumerate(self.rules) if rule.sublayer is not None]
-
-    def _fractions(self, layer: int) -> Iterator[float]:
-        return (kept / entering for entering, kept in self._tally[layer])
-
-    def _mean(self, layer: int, values: Sequence[float]) -> float:
-        tally = self._tally[layer]
-        if not tally:
-            raise ValueError(f"layer {layer} (zero-based) was never recorded")
-        return sum(value * times for value, times in zip(values, tally.values(), strict=True)) / tally.total()

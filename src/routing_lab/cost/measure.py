@@ -1,16 +1,19 @@
-"""What the cost model needs to know about a built model: its shape, its parameters, the counts in a trace."""
+"""What the cost model needs of a built model: its shape, its parameters, and the work that its layers did."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from dataclasses import fields
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from routing_lab.cost.macs import ModelShape, TokenCounter
+from routing_lab.cost.macs import LayerTokens, ModelShape
+from routing_lab.routing.base import Trace
+from routing_lab.routing.work import Work
 
-if TYPE_CHECKING:
-    from routing_lab.routing.base import Trace
+COUNTED = tuple(field.name for field in fields(LayerTokens))
 
 
 def vision_shape(backbone: nn.Module, image_size: tuple[int, int] | None = None) -> ModelShape:
@@ -75,11 +78,65 @@ def parameter_counts(model: nn.Module) -> dict[str, int]:
     return {"params": sum(parameter.numel() for parameter in model.parameters()), "router_params": routers}
 
 
-def count_trace(counter: TokenCounter, trace: Trace) -> None:
-    """Record the token counts of one forward pass, all layers in one transfer from the device."""
-    counts = torch.stack([torch.stack([part.entering, part.treated]) for part in trace.layers]).tolist()
-    for layer, (entering, treated) in enumerate(counts):
-        counter.add(layer, entering, treated)
+class WorkMeter:
+    """Means over samples of what each layer computed.
+
+    Whole numbers are added up, so that the mean number of query-key pairs is exact.
+
+    Args:
+        depth: number of layers.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self._samples = [0] * depth
+        self._sums: list[Counter[str]] = [Counter() for _ in range(depth)]
+
+    def add(self, trace: Trace) -> None:
+        """Record one forward pass, all layers in one transfer from the device."""
+        tensors: list[Tensor] = []
+        places: list[tuple[int, str]] = []
+        for layer, part in enumerate(trace.layers):
+            batch = len(part.counts)
+            self._samples[layer] += batch
+            for name, count in _counts(part.work).items():
+                if isinstance(count, Tensor):
+                    tensors.append(count.sum())
+                    places.append((layer, name))
+                else:
+                    self._sums[layer][name] += count * batch
+        if tensors:
+            for (layer, name), total in zip(places, torch.stack(tensors).tolist(), strict=True):
+                self._sums[layer][name] += total
+
+    def mean(self) -> list[LayerTokens]:
+        """Counts of each layer, for `routed_macs`. Raises ValueError when a layer was never recorded."""
+        return self._mean("")
+
+    def repeated(self) -> list[LayerTokens]:
+        """What each layer computed once more for statistics. Raises ValueError when a layer was never recorded."""
+        return self._mean("repeated.")
+
+    def router(self) -> list[float]:
+        """Tokens that each layer's router read. Raises ValueError when a layer was never recorded."""
+        return [self._per_sample(layer, "router") for layer in range(len(self._sums))]
+
+    def _mean(self, prefix: str) -> list[LayerTokens]:
+        return [
+            LayerTokens(**{name: self._per_sample(layer, prefix + name) for name in COUNTED})
+            for layer in range(len(self._sums))
+        ]
+
+    def _per_sample(self, layer: int, name: str) -> float:
+        if not self._samples[layer]:
+            raise ValueError(f"layer {layer} (zero-based) was never recorded")
+        return self._sums[layer][name] / self._samples[layer]
+
+
+def _counts(work: Work) -> dict[str, Any]:
+    found = {name: getattr(work, name) for name in (*COUNTED, "router")}
+    if work.repeated is not None:
+        found |= {f"repeated.{name}": getattr(work.repeated, name) for name in COUNTED}
+    return found
 
 
 def _block_shape(block: Any) -> tuple[int, int, int, int]:

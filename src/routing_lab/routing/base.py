@@ -19,6 +19,7 @@ from routing_lab.attention import AttentionStatistics, StatisticsRequest
 from routing_lab.routing.members import BypassTraits, CapacityTraits, RouterTraits, ScalingTraits, ScoreScale
 from routing_lab.routing.noise import NoiseSource
 from routing_lab.routing.tokens import Selection, Tokens
+from routing_lab.routing.work import Work
 
 
 @dataclass(frozen=True)
@@ -414,6 +415,7 @@ class LayerTrace:
         relaxed: [B, N] the decision as 0 or 1 with a gradient, where the capacity or the bypass makes one in training.
         fraction: the fraction of tokens that the capacity aims at; None where it has none.
         remaining: [B] int64, number of tokens that leave the layer; None in a layer that removes none.
+        work: what the layer computed.
     """
 
     scores: Tensor | None
@@ -430,6 +432,7 @@ class LayerTrace:
     relaxed: Tensor | None = None
     fraction: float | None = None
     remaining: Tensor | None = None
+    work: Work = field(default_factory=Work)
 
     @property
     def entering(self) -> Tensor:

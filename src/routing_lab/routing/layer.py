@@ -31,10 +31,12 @@ from routing_lab.routing.base import (
     RunState,
     Scaling,
 )
+from routing_lab.routing.counted import CountedBlock
 from routing_lab.routing.members import SubLayer
 from routing_lab.routing.routers import Corruption
 from routing_lab.routing.tokens import Selection, Tokens
 from routing_lab.routing.visibility import Visibility
+from routing_lab.routing.work import Work
 
 Execution = Literal["gather", "mask"]
 HIDDEN_LOGIT = -1000.0
@@ -42,6 +44,9 @@ HIDDEN_LOGIT = -1000.0
 
 SelectionEdit = Callable[[Tensor, Selection], Selection]
 """Replaces the selection made from scores [B, N]."""
+
+Branch = Callable[[Tensor, CountedBlock, bool], Tensor]
+"""The routed branch of the kept tokens, or of every token if the last argument says so."""
 
 
 @dataclass
@@ -137,7 +142,9 @@ class RoutedLayer(nn.Module):
         Returns the tokens that leave, the trace, and the requested statistics of this layer's map.
         """
         route = self._route_mlp if self.sublayer == "mlp" else self._route_attention
-        left, trace, statistics = route(tokens, block, context, maps, state, edit)
+        work = Work(router=tokens.number())
+        left, trace, statistics = route(tokens, CountedBlock(block, work, tokens.valid), context, maps, state, edit)
+        trace.work = work
         halting = self.router.halting(left)
         if halting is not None:
             left, trace.halting = replace(left, mass=left.masses() - halting), halting
@@ -146,7 +153,7 @@ class RoutedLayer(nn.Module):
     def _route_attention(
         self,
         tokens: Tokens,
-        block: Block,
+        block: CountedBlock,
         context: Any,
         maps: Maps,
         state: RunState,
@@ -171,6 +178,7 @@ class RoutedLayer(nn.Module):
             return left.with_x(y), _trace(tokens, left, choice), statistics
         if isinstance(self.bypass, Reduction):
             left = self.bypass.reduce(tokens, selection, scores, attention)
+            block = block.of(left.valid, tokens.valid)
             update = self._attend_reduced(tokens, left, block, context)
             y = self._combine(left.x, update, _gate_of_reduced(gates, selection, tokens, left), block, then_mlp=True)
             return left.with_x(y), _trace(tokens, left, choice), statistics
@@ -178,8 +186,8 @@ class RoutedLayer(nn.Module):
             left = self._nest(self._masked(tokens, selection, gates, block, context), selection)
             return left, _trace(tokens, left, choice), statistics
 
-        def attend(x_kept: Tensor, everyone: bool) -> Tensor:
-            return self._attend(tokens, x_kept, selection, block, context, everyone)
+        def attend(x_kept: Tensor, here: CountedBlock, everyone: bool) -> Tensor:
+            return self._attend(tokens, x_kept, selection, here, context, everyone)
 
         if self.sublayer == "attention":
             h = self._route(tokens.x, selection, gates, attend, block)
@@ -192,7 +200,7 @@ class RoutedLayer(nn.Module):
     def _route_mlp(
         self,
         tokens: Tokens,
-        block: Block,
+        block: CountedBlock,
         context: Any,
         maps: Maps,
         state: RunState,
@@ -210,10 +218,10 @@ class RoutedLayer(nn.Module):
         elif isinstance(self.bypass, Reduction):
             left = self.bypass.reduce(seen, selection, scores, statistics.values if statistics is not None else None)
             gate = _gate_of_reduced(gates, selection, seen, left)
-            y = self._combine(left.x, block.mlp(left.x), gate, block)
+            y = self._combine(left.x, block.of(left.valid).mlp(left.x), gate, block)
         else:
             left = self._nest(seen, selection)
-            y = self._route(h, selection, gates, lambda x, _: block.mlp(x), block)
+            y = self._route(h, selection, gates, lambda x, here, _: here.mlp(x), block)
         return left.with_x(y), _trace(seen, left, choice), statistics
 
     def _choose(
@@ -246,7 +254,7 @@ class RoutedLayer(nn.Module):
         """The tokens, of which later layers may keep those selected here alone, if selections are to be nested."""
         return replace(tokens, eligible=selection) if self.nested else tokens
 
-    def _masked(self, tokens: Tokens, selection: Selection, gates: Gates, block: Block, context: Any) -> Tokens:
+    def _masked(self, tokens: Tokens, selection: Selection, gates: Gates, block: CountedBlock, context: Any) -> Tokens:
         """Every token through the block, those that were not kept hidden."""
         assert isinstance(self.bypass, Masking)
         left = self.bypass.hide(tokens, selection)
@@ -264,8 +272,8 @@ class RoutedLayer(nn.Module):
         x: Tensor,
         selection: Selection,
         gates: Gates,
-        branch: Callable[[Tensor, bool], Tensor],
-        block: Block,
+        branch: Branch,
+        block: CountedBlock,
         then_mlp: bool = False,
     ) -> Tensor:
         """x with `branch` (and with `then_mlp` the MLP) applied to kept tokens, and the bypass to the others."""
@@ -275,7 +283,7 @@ class RoutedLayer(nn.Module):
             y = self._route(x, selection, Gates(), branch, block, then_mlp)
             with torch.no_grad():  # the factor below is exactly zero: only the router gets a gradient from this
                 rest = x if self.bypass.identity else x + self.bypass.update(x, block)
-                difference = self._combine(x, branch(x, True), None, block, then_mlp) - rest
+                difference = self._combine(x, branch(x, block, True), None, block, then_mlp) - rest
             return y + _times(difference, gates.kept - gates.kept.detach())
         if gates.every_token or self.execution == "mask":
             return self._route_masked(x, selection, gates, branch, block, then_mlp)
@@ -283,26 +291,27 @@ class RoutedLayer(nn.Module):
         if selection.index.shape[1] > 0:
             kept = selection.gather(x)
             gate = None if gates.kept is None else selection.gather(gates.kept)
-            update = self._combine(kept, branch(kept, False), gate, block, then_mlp, gates.straight_through)
+            here = block.of(selection.valid, block.valid)
+            update = self._combine(kept, branch(kept, here, False), gate, here, then_mlp, gates.straight_through)
             y = selection.scatter(x, update)
         if self.bypass.identity or selection.keeps_all:
             return y
         others = selection.complement()
         x_rest = others.gather(x)
         gate = None if gates.bypassed is None else others.gather(gates.bypassed)
-        return others.scatter(y, x_rest + _times(self.bypass.update(x_rest, block), gate))
+        return others.scatter(y, x_rest + _times(self.bypass.update(x_rest, block.of(others.valid)), gate))
 
     def _route_masked(
         self,
         x: Tensor,
         selection: Selection,
         gates: Gates,
-        branch: Callable[[Tensor, bool], Tensor],
-        block: Block,
+        branch: Branch,
+        block: CountedBlock,
         then_mlp: bool,
     ) -> Tensor:
         assert isinstance(self.bypass, Bypass)
-        y = self._combine(x, branch(x, True), gates.kept, block, then_mlp, gates.straight_through)
+        y = self._combine(x, branch(x, block, True), gates.kept, block, then_mlp, gates.straight_through)
         rest = x
         if not self.bypass.identity:
             update = _times(self.bypass.update(x, block), gates.bypassed)
@@ -316,7 +325,7 @@ class RoutedLayer(nn.Module):
         x: Tensor,
         update: Tensor,
         gate: Tensor | None,
-        block: Block,
+        block: CountedBlock,
         then_mlp: bool = False,
         straight_through: bool = False,
     ) -> Tensor:
@@ -332,7 +341,7 @@ class RoutedLayer(nn.Module):
         return x + _times(update, gate)
 
     def _attend(
-        self, tokens: Tokens, queries: Tensor, selection: Selection, block: Block, context: Any, everyone: bool
+        self, tokens: Tokens, queries: Tensor, selection: Selection, block: CountedBlock, context: Any, everyone: bool
     ) -> Tensor:
         """The attention branch of `queries`: the kept tokens, or every token (`everyone`)."""
         x, bias = tokens.x, tokens.key_bias()
@@ -356,18 +365,19 @@ class RoutedLayer(nn.Module):
             key_bias=None if bias is None else selection.gather(bias),
         )
 
-    def _attend_reduced(self, tokens: Tokens, left: Tokens, block: Block, context: Any) -> Tensor:
+    def _attend_reduced(self, tokens: Tokens, left: Tokens, block: CountedBlock, context: Any) -> Tensor:
         if self.all_keys:
             return block.attend(left.x, context, keys=tokens.x, key_mask=tokens.valid, key_bias=tokens.key_bias())
         return block.attend(left.x, context, key_mask=left.valid, key_bias=left.key_bias())
 
     def _own_statistics(
-        self, tokens: Tokens, selection: Selection, block: Block, context: Any, maps: Maps
+        self, tokens: Tokens, selection: Selection, block: CountedBlock, context: Any, maps: Maps
     ) -> Statistics:
         """Statistics of this routed layer's map; with visibility=kept it lacks the tokens that were not kept."""
         assert maps.request is not None
         bias = tokens.key_bias()
         kept, index = selection.gather(tokens.x), selection.index
+        block = block.of(selection.valid, tokens.valid).repeating()
         if self.all_keys:
             values = block.statistics(
                 kept,
@@ -452,7 +462,7 @@ def attend_all(
     return tokens.x + update, Statistics(values, None)
 
 
-def _statistics(tokens: Tokens, block: Block, context: Any, maps: Maps) -> AttentionStatistics:
+def _statistics(tokens: Tokens, block: CountedBlock, context: Any, maps: Maps) -> AttentionStatistics:
     assert maps.request is not None
     return block.statistics(
         tokens.x,

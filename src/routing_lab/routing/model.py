@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from routing_lab.attention import AttentionStatistics, StatisticsRequest
 from routing_lab.routing.base import Block, LayerTrace, Reduction, RunState, Trace
+from routing_lab.routing.counted import CountedBlock
 from routing_lab.routing.layer import (
     Execution,
     Maps,
@@ -26,6 +27,7 @@ from routing_lab.routing.layer import (
 )
 from routing_lab.routing.noise import NoiseSource
 from routing_lab.routing.tokens import Tokens
+from routing_lab.routing.work import Work
 
 Active = Literal["both", "train", "eval"]
 
@@ -226,12 +228,15 @@ class RoutedModel(nn.Module):
                 edit = edits.get(index) if edits else None
                 tokens, part, statistics = layer(tokens, block, context, known, state, edit)
             else:
+                work = Work()
+                if traced:
+                    block = CountedBlock(block, work, tokens.valid)
                 if request is None and tokens.valid is None and tokens.key_bias() is None:
                     tokens = tokens.with_x(block.dense(tokens.x, context))
                 else:
                     h, statistics = attend_all(tokens, block, context, request, projection)
                     tokens = tokens.with_x(h + block.mlp(h))
-                part = _dense_trace(entered, tokens) if traced else None
+                part = _dense_trace(entered, tokens, work) if traced else None
             if statistics is not None:
                 maps[index] = latest = statistics.filled(self.fill, latest)
             if tokens.source is not entered.source:
@@ -271,7 +276,7 @@ class RoutedModel(nn.Module):
         return f"routed_layers={self.routed_layers} (zero-based), {pattern} (T dense, D routed)"
 
 
-def _dense_trace(entered: Tokens, left: Tokens) -> LayerTrace:
+def _dense_trace(entered: Tokens, left: Tokens, work: Work) -> LayerTrace:
     batch, tokens = entered.x.shape[:2]
     everything = torch.arange(tokens, device=entered.x.device).expand(batch, tokens)
     counts = torch.full((batch,), tokens, device=entered.x.device)
@@ -286,6 +291,7 @@ def _dense_trace(entered: Tokens, left: Tokens) -> LayerTrace:
         source=left.source,
         size=left.size,
         valid=entered.valid,
+        work=work,
     )
 
 

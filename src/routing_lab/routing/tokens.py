@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from routing_lab.routing.work import Count
+
 
 @dataclass
 class Tokens:
@@ -70,6 +72,10 @@ class Tokens:
         if self.valid is not None:
             return self.valid.sum(dim=1)
         return torch.full(self.x.shape[:1], self.x.shape[1], device=self.x.device)
+
+    def number(self) -> Count:
+        """`counts`, or the one number where all samples have as many."""
+        return self.x.shape[1] if self.valid is None else self.counts()
 
     def sizes(self) -> Tensor:
         """[B, N]: how many of the first tokens each token stands for."""

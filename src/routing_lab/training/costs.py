@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from routing_lab.config.nominal import layer_tokens, nominal_counts, routing_rules
-from routing_lab.cost.macs import TokenCounter, dense_macs, routed_macs
-from routing_lab.cost.measure import parameter_counts, vision_shape
+from routing_lab.cost.macs import block_macs, dense_macs, routed_macs
+from routing_lab.cost.measure import WorkMeter, parameter_counts, vision_shape
 
 if TYPE_CHECKING:
     from routing_lab.config import Config
 
 
 class CostMeter:
-    """Counts the tokens that each layer treats, and turns them into the record's numbers.
+    """Turns the work of the layers into the record's numbers.
 
     Args:
         model: the routed model.
@@ -28,25 +28,32 @@ class CostMeter:
         self._model = model
         self._config = config
         self._shape = vision_shape(self._model.backbone)
-        self._rules = routing_rules(config, self._model.routed_layers, self._shape.depth)
-        self.counter = TokenCounter(self._rules)
+        self.work = WorkMeter(self._shape.depth)
 
     def section(self) -> dict[str, Any]:
-        """Parameters and multiply-accumulates; `macs_nominal` is None where the budget depends on the scores."""
+        """Parameters and multiply-accumulates.
+
+        `macs_nominal` is None where the budget depends on the scores. `macs_measured` leaves out `statistics_macs`:
+        what was computed besides to read statistics off the maps that attention makes anyway.
+        """
         shape, routed = self._shape, self._model.routed_layers
         counts = nominal_counts(self._config, routed, shape.depth, shape.tokens, shape.prefix)
         nominal = None
         if counts is not None:
-            routers = _router_macs(self._model, [count.entering for count in counts])
-            nominal = routed_macs(shape, layer_tokens(self._rules, counts)).total + routers
-        routers = _router_macs(self._model, self.counter.entering())
-        measured = routed_macs(shape, self.counter.mean()).total + routers
+            routers = _router_macs(self._model, [count.scored for count in counts])
+            nominal = (
+                routed_macs(shape, layer_tokens(routing_rules(self._config, routed, shape.depth), counts)).total
+                + routers
+            )
+        routers = _router_macs(self._model, self.work.router())
+        measured = routed_macs(shape, self.work.mean()).total + routers
         return {
             **parameter_counts(self._model),
             "router_macs": routers,
             "macs_dense": dense_macs(shape).total,
             "macs_nominal": nominal,
             "macs_measured": measured,
+            "statistics_macs": block_macs(shape, self.work.repeated()),
             **_isoflop(self._config, measured),
         }
 
@@ -59,10 +66,10 @@ def _isoflop(config: Config, measured: float) -> dict[str, float]:
     return {"isoflop_target": target, "isoflop_ratio": measured / target}
 
 
-def _router_macs(model: Any, entering: Sequence[float]) -> float:
-    """Matrix products of the routers' own parameters: each matrix meets every entering token once."""
+def _router_macs(model: Any, tokens: Sequence[float]) -> float:
+    """Matrix products of the routers' own parameters: each matrix meets every token that its router reads once."""
     return sum(
-        entering[layer] * parameter.numel()
+        tokens[layer] * parameter.numel()
         for layer in model.routed_layers
         for parameter in model.layers[str(layer)].router.parameters()
         if parameter.ndim == 2

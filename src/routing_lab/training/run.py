@@ -23,7 +23,6 @@ from routing_lab.assembly import build_model
 from routing_lab.config import Config, Loaded, check, identity, load, run_folder, run_name
 from routing_lab.config.isoflop import full_size
 from routing_lab.config.training import TrainConfig
-from routing_lab.cost.measure import count_trace
 from routing_lab.data import VisionData, build_data
 from routing_lab.runs.folder import RunFolder
 from routing_lab.runs.records import FAILED, FINISHED, INTERRUPTED, new_record
@@ -303,7 +302,7 @@ class _CountTokens(pl.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        count_trace(self.meter.counter, outputs["trace"])
+        self.meter.work.add(outputs["trace"])
 
 
 def _trainer(config: Config, **options: Any) -> pl.Trainer:

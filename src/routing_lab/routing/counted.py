@@ -1,0 +1,116 @@
+"""A block that notes what it is asked to compute, so that what a member of one's own computes with it is counted too.
+
+Shape legend: B batch, N tokens, K queries, M keys, D width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from routing_lab.attention import AttentionStatistics, StatisticsRequest
+from routing_lab.routing.base import Block
+from routing_lab.routing.work import Count, Work
+
+
+class CountedBlock(Block):
+    """A block that notes in `work` what it is asked to compute; attributes besides are the block's own.
+
+    Args:
+        block: computes.
+        work: is added to.
+        valid: [B, K] bool, False at padding of the tokens that the block is given; None: they are not padded.
+        key_valid: [B, M] bool, the same for keys that are other tokens.
+    """
+
+    def __init__(self, block: Block, work: Work, valid: Tensor | None = None, key_valid: Tensor | None = None) -> None:
+        self.block = block
+        self.work = work
+        self.valid = valid
+        self.key_valid = key_valid
+        self.query_key_shape = block.query_key_shape
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.block, name)
+
+    def of(self, valid: Tensor | None, key_valid: Tensor | None = None) -> CountedBlock:
+        """The same block, about to be given other tokens."""
+        return CountedBlock(self.block, self.work, valid, key_valid)
+
+    def repeating(self) -> CountedBlock:
+        """The same block, about to compute what it computes anyway."""
+        return CountedBlock(self.block, self.work.repeat(), self.valid, self.key_valid)
+
+    def dense(self, x: Tensor, context: Any) -> Tensor:
+        number = _number(x, self.valid)
+        self.work.add_attention(number, number)
+        self.work.mlp += number
+        return self.block.dense(x, context)
+
+    def attend(self, queries: Tensor, context: Any, *, keys: Tensor | None = None, **options: Any) -> Tensor:
+        self.work.add_attention(*self._numbers(queries, keys))
+        return self.block.attend(queries, context, keys=keys, **options)
+
+    def attend_with_statistics(
+        self, x: Tensor, context: Any, request: StatisticsRequest, *, projection: Tensor | None = None, **options: Any
+    ) -> tuple[Tensor, AttentionStatistics]:
+        number = _number(x, self.valid)
+        self.work.add_attention(number, number)
+        besides = self.work.repeat()
+        besides.map_pairs += _map_pairs(request, number, number)
+        if projection is not None:
+            besides.queries += number
+            besides.keys += number
+        return self.block.attend_with_statistics(x, context, request, projection=projection, **options)
+
+    def statistics(
+        self,
+        queries: Tensor,
+        context: Any,
+        request: StatisticsRequest,
+        *,
+        keys: Tensor | None = None,
+        projection: Tensor | None = None,
+        **options: Any,
+    ) -> AttentionStatistics:
+        number, key_number = self._numbers(queries, keys)
+        self.work.queries += number
+        self.work.keys += key_number
+        self.work.values += key_number
+        self.work.map_pairs += _map_pairs(request, number, key_number)
+        if projection is not None:
+            besides = self.work.repeat()
+            besides.queries += number
+            besides.keys += key_number
+        return self.block.statistics(queries, context, request, keys=keys, projection=projection, **options)
+
+    def mlp(self, x: Tensor) -> Tensor:
+        self.work.mlp += _number(x, self.valid)
+        return self.block.mlp(x)
+
+    def project(self, x: Tensor) -> Tensor:
+        number = _number(x, self.valid)
+        self.work.values += number
+        self.work.outputs += number
+        return self.block.project(x)
+
+    def weighing(self, policy: Tensor) -> CountedBlock:
+        return CountedBlock(self.block.weighing(policy), self.work, self.valid, self.key_valid)
+
+    def hiding(self, mask: Tensor) -> CountedBlock:
+        return CountedBlock(self.block.hiding(mask), self.work, self.valid, self.key_valid)
+
+    def _numbers(self, queries: Tensor, keys: Tensor | None) -> tuple[Count, Count]:
+        number = _number(queries, self.valid)
+        return number, number if keys is None else _number(keys, self.key_valid)
+
+
+def _number(x: Tensor, valid: Tensor | None) -> Count:
+    """Tokens of each sample among x [B, N, D]; padding is known for tokens as many as in `valid`."""
+    return x.shape[1] if valid is None or valid.shape[1] != x.shape[1] else valid.sum(dim=1)
+
+
+def _map_pairs(request: StatisticsRequest, queries: Count, keys: Count) -> Count:
+    rows = (queries if request.received else 0) + (1 if request.class_row else 0)
+    return rows * keys
