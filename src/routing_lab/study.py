@@ -28,6 +28,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from routing_lab.config import Composer, ConfigError, Loaded, check_overrides, identity, run_folder
+from routing_lab.config.problems import Problem
+from routing_lab.data.state import changed_inputs
 from routing_lab.evidence.registration import Cell, Plan, append, find_plan, plan_path, read_plan, register
 from routing_lab.evidence.study import Study, StudyError, check_arms, load_study
 from routing_lab.runs.files import write_json
@@ -133,6 +135,7 @@ def plan_study(
     )
     # A cell that finished under the identity that its registration names stays that run.
     folders = [found.get(cell.run_id, folder) for cell, folder in zip(plan.cells, folders, strict=True)]
+    _check_inputs(study, plan.cells, folders, loaded)
     return PlannedStudy(plan, folders, jobs, hydra, runs, composer)
 
 
@@ -215,6 +218,17 @@ def _folders_by_run(runs: Path) -> dict[str, Path]:
 
 def _is_finished(found: Mapping[str, Path], cell: Cell) -> bool:
     return cell.run_id in found and RunFolder(found[cell.run_id]).finished_record() is not None
+
+
+def _check_inputs(study: Study, cells: Sequence[Cell], folders: Sequence[Path], loaded: Mapping[str, Loaded]) -> None:
+    """Refuse cells that were run over data or weights that have changed since."""
+    lines = []
+    for cell, folder in zip(cells, folders, strict=True):
+        record = RunFolder(folder).read_record() if cell.arm in loaded else None
+        changed = [] if record is None else changed_inputs(record, loaded[cell.arm].config)
+        lines += [f"[{cell.arm} seed={cell.seed}] {Problem.of(*problem)}" for problem in changed]
+    if lines:
+        raise StudyError(study.name, lines)
 
 
 # --- launching ---

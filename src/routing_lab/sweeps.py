@@ -28,12 +28,14 @@ from hydra.core.plugins import Plugins
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig
 
-from routing_lab.config import Composer, check, run_folder
+from routing_lab.config import Composer, ConfigError, check, run_folder
 from routing_lab.config.hydra_internals import Callbacks
+from routing_lab.config.problems import Problem
+from routing_lab.data.state import changed_inputs
 from routing_lab.evidence import formatting
 from routing_lab.runs.files import write_json
 from routing_lab.runs.folder import RunFolder
-from routing_lab.runs.records import FAILED, FINISHED, INTERRUPTED, RecordError, read_record
+from routing_lab.runs.records import FAILED, FINISHED, INTERRUPTED, RecordError, is_finished, read_record
 
 OUTCOMES = "cells"
 """Folder inside a sweep's folder with one folder per launch, and in it one JSON file per job."""
@@ -57,6 +59,11 @@ def job(config: DictConfig) -> dict[str, Any]:
     sweep_dir = Path(hydra_config.sweep.dir) if is_sweep else None
     try:
         result = _run(config, _command(hydra_config, overrides), sweep_dir.name if sweep_dir else None)
+    except ConfigError as error:
+        if sweep_dir is None:
+            print(error, file=sys.stderr, flush=True)
+            sys.exit(2)
+        result = {"status": FAILED, "error": "; ".join(str(error).splitlines())}
     except Exception as error:  # a broken installation, say: the other cells of a sweep must still be run
         traceback.print_exc()
         result = {"status": FAILED, "error": f"{type(error).__name__}: {error}"}
@@ -242,8 +249,12 @@ def failure(label: str, outcome: Mapping[str, Any] | None, code: int = 0) -> str
 def _run(config: DictConfig, command: str, group: str | None) -> dict[str, Any]:
     loaded = check(config)
     folder = RunFolder(run_folder(loaded.config, loaded.resolved))
-    if not loaded.config.rerun and folder.finished_record() is not None:
-        return {"status": FINISHED, "folder": folder.path, "error": None, "trained": False, "signal": None}
+    record = None if loaded.config.rerun else folder.read_record()
+    if record is not None:
+        if changed := changed_inputs(record, loaded.config):
+            raise ConfigError(Problem.of(*problem) for problem in changed)
+        if is_finished(record):
+            return {"status": FINISHED, "folder": folder.path, "error": None, "trained": False, "signal": None}
     from routing_lab.training.run import run_cell  # torch: only where something is trained
 
     return run_cell(loaded.config, loaded.resolved, loaded.warnings, command=command, group=group)

@@ -39,6 +39,7 @@ from routing_lab.config.schema import (
 )
 from routing_lab.config.training import CheckpointInit, DenseInit, InitConfig, PretrainedInit, ScratchInit, TrainConfig
 from routing_lab.data.inspect import inspect as inspect_data
+from routing_lab.data.inspect import remarks as data_remarks
 from routing_lab.data.schema import DataConfig
 from routing_lab.routing import members
 from routing_lab.routing.members import (
@@ -631,12 +632,18 @@ def losses_change_something(
             yield f"losses={name} adds a constant: router={router.name} knows no halting"
 
 
+def about_data(data: DataConfig, train: TrainConfig) -> Iterator[str]:
+    """What was left out of the data, and splits that say less than they seem to."""
+    yield from data_remarks(data, train)
+
+
 REMARKS: tuple[Callable[..., Iterator[str]], ...] = (
     router_learns,
     keys_without_effect,
     capacity_routes,
     losses_change_something,
     warmup_ends,
+    about_data,
 )
 
 

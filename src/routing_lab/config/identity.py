@@ -17,7 +17,9 @@ VOLATILE = (
 )
 """Keys that say where, how fast or why a run is executed, not what is run."""
 
-LATER: Mapping[str, Any] = MappingProxyType({"placement.active": "both"})
+LATER: Mapping[str, Any] = MappingProxyType(
+    {"placement.active": "both", "data.duplicates": "refuse", "init.entry": None}
+)
 """Key, or section, that came after the first release -> the value that does what every run did before it.
 
 Such a key counts only where it has another value, so that the runs recorded before it are found again; a configuration

@@ -113,6 +113,9 @@ class CheckpointInit(_Strict):
 
     kind: Literal["checkpoint"]
     path: str = Field(min_length=1)
+    entry: str | None = Field(
+        default=None, min_length=1, description="which entry of a torch file, such as model_ema; null = the usual ones"
+    )
 
 
 class DenseInit(_Strict):
@@ -136,6 +139,9 @@ class RuntimeConfig(_Strict):
         default=None, ge=1, description="null = one for narrow backbones, else torch's own number"
     )
     progress: Literal["auto", "bar", "plain", "none"] = "auto"
+    verify: Literal["stat", "content"] = Field(
+        default="stat", description="how the files of a reused run are compared: names, sizes and times, or every byte"
+    )
 
 
 class WandbConfig(_Strict):

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from routing_lab.data.contents import (
+    FIRST_LOOK,
+    check_images,
+    check_repeats,
+    check_splits,
+    dropped_repeats,
+    look,
+    repeats_of,
+    splits_of,
+)
 from routing_lab.data.layout import DataProblem, Layout, find_layout
 
 _TORCHVISION: dict[str, tuple[str, str]] = {
@@ -22,12 +33,15 @@ _TORCHVISION: dict[str, tuple[str, str]] = {
 def inspect(data: Any) -> list[tuple[str, Any, str]]:
     """Problems of a `data` node with what is really on disk, as (key, value, message); empty when all is well.
 
-    Folders and archives are listed, no image is opened. Data sets that come with a library or are generated have no
-    problems.
+    Folders and archives are listed; of image folders the headers of some images are read, and files of equal size are
+    compared across splits. Data sets that come with a library or are generated have no problems.
     """
     try:
         if data.name == "image_folder":
-            check_image_folder(data)
+            layout = check_image_folder(data)
+            check_images(layout, "data.path", everything=False)
+            check_repeats(data, layout)
+            check_splits(data, layout)
         elif data.name in ("imagenet", "imagenet100"):
             check_imagenet(data)
         elif data.name in _TORCHVISION:
@@ -35,6 +49,54 @@ def inspect(data: Any) -> list[tuple[str, Any, str]]:
     except DataProblem as problem:
         return [(problem.key, problem.value, problem.message)]
     return []
+
+
+def remarks(data: Any, train: Any) -> Iterator[str]:
+    """What is worth knowing of data that can be used: what was left out, and splits that say less than they seem to.
+
+    Args:
+        data: a `data` node without problems.
+        train: the `train` node; `batch_size` is read.
+    """
+    number = _num_train(data)
+    if data.name == "image_folder":
+        layout = check_image_folder(data)
+        yield from layout.notes
+        yield from _about_contents(data, layout)
+    if number is not None and train.epochs and train.batch_size > number:
+        yield (
+            f"train.batch_size={train.batch_size} is above the {number} training examples of data={data.name}: every"
+            " epoch is one step with all of them"
+        )
+
+
+def _about_contents(data: Any, layout: Layout) -> Iterator[str]:
+    animated = look(layout, everything=len(layout.images) <= FIRST_LOOK).animated
+    if animated:
+        more = f" and {len(animated) - 3} more" if len(animated) > 3 else ""
+        yield f"data.path={data.path}: of animated images the first frame is used: {', '.join(animated[:3])}{more}"
+    repeats = repeats_of(data, layout)
+    if repeats.not_compared:
+        yield f"data.path={data.path}: {repeats.not_compared} files of equal sizes were not compared across splits"
+    dropped = dropped_repeats(data, layout)
+    if dropped:
+        lost = ", ".join(f"{len(indices)} from {split}" for split, indices in dropped.items() if indices)
+        yield f"data.duplicates=drop took out files that another split has: {lost}"
+    elif repeats.groups:
+        yield f"data.duplicates=allow keeps {len(repeats.groups)} files that stand in more than one split"
+    for split, indices in splits_of(data, layout).items():
+        absent = sorted(set(layout.classes) - {layout.images[index].label for index in indices})
+        if absent:
+            more = f" and {len(absent) - 3} more" if len(absent) > 3 else ""
+            yield f"data.path={data.path}: {split} has no image of {', '.join(absent[:3])}{more}"
+
+
+def _num_train(data: Any) -> int | None:
+    """Training examples, where the configuration or a listing tells them."""
+    if data.name == "image_folder":
+        layout = check_image_folder(data)
+        return len(splits_of(data, layout)["train"]) - len(dropped_repeats(data, layout).get("train", ()))
+    return getattr(data, "num_train", None)
 
 
 def check_image_folder(data: Any) -> Layout:
@@ -96,11 +158,19 @@ def read_class_list(data: Any) -> list[str] | None:
 
 def check_torchvision(data: Any) -> None:
     """Raise `DataProblem` unless torchvision's folder of the data set is below `data.root` or may be downloaded."""
-    folder, source = _TORCHVISION[data.name]
-    place = Path(data.root).expanduser() / folder
+    _, source = _TORCHVISION[data.name]
+    place = torchvision_folder(data)
+    assert place is not None
     if place.is_dir() or getattr(data, "download", False):
         return
     how = f"unpack it there from {source}"
     if hasattr(data, "download"):
         how = f"download it with data.download=true, or {how}"
     raise DataProblem("data.root", data.root, f"{data.name} is not there (looked at {place.absolute()}); {how}")
+
+
+def torchvision_folder(data: Any) -> Path | None:
+    """Where torchvision keeps the files of a data set; None for a data set that is not torchvision's."""
+    if data.name not in _TORCHVISION:
+        return None
+    return Path(data.root).expanduser() / _TORCHVISION[data.name][0]

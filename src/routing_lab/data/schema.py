@@ -54,6 +54,11 @@ class DigitsData(_Images):
     name: Literal["digits"]
     num_classes: Literal[10]
 
+    @property
+    def num_train(self) -> int:
+        """Training examples."""
+        return 1257
+
 
 class CifarData(_Carved):
     """CIFAR-10 or CIFAR-100 in torchvision's layout; the official test split is `test`."""
@@ -62,6 +67,11 @@ class CifarData(_Carved):
     num_classes: Literal[10, 100]
     root: str = Field(min_length=1)
     download: bool
+
+    @property
+    def num_train(self) -> int:
+        """Training examples that the carved validation split leaves."""
+        return 50_000 - round(self.val_fraction * 50_000)
 
     @model_validator(mode="after")
     def _classes_of_the_set(self) -> Self:
@@ -80,6 +90,9 @@ class ImageFolderData(_Carved, _Files):
     test_fraction: float = Field(gt=0, lt=1, description="part that becomes `test` when there is no folder for it")
     memory: bool | None = Field(
         description="keep decoded images of image_size in memory; null = when image_size <= 64 and they fit in 1 GiB"
+    )
+    duplicates: Literal["refuse", "drop", "allow"] = Field(
+        default="refuse", description="what becomes of a file that stands in two splits with the same content"
     )
 
     @model_validator(mode="after")

@@ -7,12 +7,11 @@ predictions and of the patch mask.
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
-import zipfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,17 +19,16 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor
 
+from routing_lab.data.contents import HASHED_BYTES, check_images, check_repeats, refused_mode, without_repeats
 from routing_lab.data.inspect import check_image_folder, check_imagenet, check_torchvision, read_class_list
-from routing_lab.data.layout import SPLITS, DataProblem, Layout, Split, find_layout, stratified_split
+from routing_lab.data.layout import SPLITS, DataProblem, Layout, Split, divide, find_layout, stratified_split
+from routing_lab.data.listing import DAMAGE, Archive, opened
 from routing_lab.data.planted import plant
 
 Splits = dict[Split, NDArray[np.int64]]
-
-HASHED_BYTES = 256 * 2**20
-"""File sets up to this size enter the fingerprint with their content, larger ones with names and sizes."""
 
 MEMORY_BYTES = 2**30
 """Largest set of decoded images that `data.memory=null` keeps in memory."""
@@ -71,22 +69,22 @@ class FileSource:
     masks: None = field(default=None, init=False)
 
     def open(self, index: int) -> Image.Image:
-        """Decode one image to RGB.
+        """Decode one image to RGB, turned as its EXIF orientation says and viewers show it; of an animation its first.
 
         Raises:
             ValueError: the file cannot be read; it is named.
         """
         place = self.places[index]
-        shown = f"{self.archive.path}: {place}" if self.archive else place
         try:
             with self._stream(place) as stream, Image.open(stream) as image:
-                if image.mode.startswith(("I", "F")):
-                    raise ValueError(f"pixels of mode {image.mode}; expected 8 bits a channel")
+                if (problem := refused_mode(image)) is not None:
+                    raise ValueError(problem)
+                upright = ImageOps.exif_transpose(image)
                 if "transparency" in image.info:
-                    return image.convert("RGBA").convert("RGB")
-                return image.convert("RGB")
-        except (OSError, ValueError, SyntaxError, EOFError, zipfile.BadZipFile, Image.DecompressionBombError) as error:
-            raise ValueError(f"{shown}: cannot read this image ({error})") from error
+                    return upright.convert("RGBA").convert("RGB")
+                return upright.convert("RGB")
+        except (*DAMAGE, Image.DecompressionBombError) as error:
+            raise ValueError(f"{self._shown(place)}: cannot read this image ({error})") from error
 
     @cached_property
     def fingerprint(self) -> str:
@@ -96,42 +94,27 @@ class FileSource:
     @cached_property
     def content(self) -> str:
         """SHA-256 over names, sizes and, up to `HASHED_BYTES` in all, the bytes of the files."""
-        sizes = [self.archive.size(place) if self.archive else os.stat(place).st_size for place in self.places]
+        try:
+            sizes = [self.archive.size(place) if self.archive else os.stat(place).st_size for place in self.places]
+        except OSError as error:
+            raise ValueError(f"{error.filename}: cannot be read ({error.strerror})") from error
         read = sum(sizes) <= HASHED_BYTES
         digest = hashlib.sha256()
         for name, place, size in zip(self.names, self.places, sizes, strict=True):
             digest.update(f"{name}\0{size}\0".encode())
             if read:
-                with self._stream(place) as stream:
-                    digest.update(hashlib.sha256(stream.read()).digest())
+                try:
+                    with self._stream(place) as stream:
+                        digest.update(hashlib.sha256(stream.read()).digest())
+                except DAMAGE as error:
+                    raise ValueError(f"{self._shown(place)}: cannot be read ({error})") from error
         return digest.hexdigest()
 
-    def _stream(self, place: str) -> BinaryIO:
-        return io.BytesIO(self.archive.read(place)) if self.archive else open(place, "rb")
+    def _stream(self, place: str) -> AbstractContextManager[BinaryIO]:
+        return opened(self.archive or Path(), place)
 
-
-class Archive:
-    """A ZIP archive read in place. Every process opens it for itself: a shared file position would be moved by all."""
-
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path).expanduser()
-        self._opened: tuple[int, zipfile.ZipFile] | None = None
-
-    def read(self, member: str) -> bytes:
-        """Content of one member."""
-        return self._zip().read(member)
-
-    def size(self, member: str) -> int:
-        """Uncompressed bytes of one member."""
-        return self._zip().getinfo(member).file_size
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path, "_opened": None}
-
-    def _zip(self) -> zipfile.ZipFile:
-        if self._opened is None or self._opened[0] != os.getpid():
-            self._opened = (os.getpid(), zipfile.ZipFile(self.path))
-        return self._opened[1]
+    def _shown(self, place: str) -> str:
+        return f"{self.archive.path}: {place}" if self.archive else place
 
 
 Source = ArraySource | FileSource
@@ -198,23 +181,26 @@ def _cifar(data: Any) -> ArraySource:
 
 def _image_folder(data: Any) -> FileSource:
     layout = check_image_folder(data)
-    archive = None if layout.path.is_dir() else Archive(layout.path)
-    return _from_layout(data, layout, archive)
+    check_images(layout, "data.path", everything=True)
+    check_repeats(data, layout)
+    source = _from_layout(data, layout)
+    return replace(source, splits=without_repeats(data, layout, source.splits))
 
 
 def _imagenet(data: Any) -> FileSource:
     check_imagenet(data)
-    return _from_layout(data, find_layout(data.root, "data.root", only=read_class_list(data)), None)
+    return _from_layout(data, find_layout(data.root, "data.root", only=read_class_list(data)))
 
 
-def _from_layout(data: Any, layout: Layout, archive: Archive | None) -> FileSource:
+def _from_layout(data: Any, layout: Layout) -> FileSource:
+    archive = layout.root if isinstance(layout.root, Archive) else None
     number = {name: label for label, name in enumerate(layout.classes)}
     images = layout.images
     targets = np.array([number[image.label] for image in images], dtype=np.int64)
     names = [image.name for image in images]
     splits = _carve(data, [image.split for image in images], targets, names)
     return FileSource(
-        names=tuple(f"{image.split}/{image.name}" if image.split else image.name for image in images),
+        names=tuple(image.full_name for image in images),
         places=tuple(image.member if archive else str(layout.path / image.member) for image in images),
         targets=targets,
         class_names=layout.classes,
@@ -275,34 +261,9 @@ def _from_torchvision(
     return FileSource(tuple(names), tuple(str(path) for _, path, _ in rows), targets, tuple(class_names), splits)
 
 
-def _carve(data: Any, groups: Sequence[str | None], targets: NDArray[np.int64], names: Sequence[str]) -> Splits:
-    """Complete the splits: what has no group is divided, and what is missing comes out of the training split.
-
-    A set with `train` and `val` but no `test` is used as ImageNet is: its `val` is the test split, and a new `val` is
-    carved out of `train`, so that choices made on `val` never see the images of the final figure.
-    """
-    found: dict[Split, list[int]] = {split: [i for i, group in enumerate(groups) if group == split] for split in SPLITS}
-    train = found["train"] or [i for i, group in enumerate(groups) if group is None]
-    if found["val"] and not found["test"]:
-        found["test"], found["val"] = found["val"], []
-    counts: dict[Split, int] = {}
-    if not found["test"]:
-        counts["test"] = round(data.test_fraction * len(train))
-    if not found["val"]:
-        counts["val"] = round(data.val_fraction * len(train))
-    if counts:
-        parts = stratified_split(targets[train].tolist(), [names[i] for i in train], counts, data.split_seed)
-        for split in counts:
-            found[split] = [train[i] for i in parts[split]]
-        train = [train[i] for i in parts["rest"]]
-        missing = set(targets.tolist()) - set(targets[train].tolist())
-        if missing:
-            raise DataProblem(
-                "data.val_fraction",
-                data.val_fraction,
-                f"leaves {len(missing)} classes without a training image; expected a smaller part",
-            )
-    return _arrays({"train": train, "val": found["val"], "test": found["test"]})
+def _carve(data: Any, groups: Sequence[Any], targets: NDArray[np.int64], names: Sequence[str]) -> Splits:
+    options = (getattr(data, key, None) for key in ("val_fraction", "test_fraction", "split_seed"))
+    return _arrays(divide(groups, targets.tolist(), names, *options))
 
 
 def _arrays(splits: dict[Split, list[int]]) -> Splits:

@@ -22,10 +22,12 @@ from safetensors.torch import load_file
 from routing_lab.assembly import build_model
 from routing_lab.config import Config, Loaded, check, identity, load, run_folder, run_name
 from routing_lab.config.isoflop import full_size
+from routing_lab.config.problems import Problem
 from routing_lab.config.training import TrainConfig
 from routing_lab.data import VisionData, build_data
+from routing_lab.data.state import WAYS_ON, changed_inputs, data_state
 from routing_lab.runs.folder import RunFolder
-from routing_lab.runs.records import FAILED, FINISHED, INTERRUPTED, new_record
+from routing_lab.runs.records import FAILED, FINISHED, INTERRUPTED, is_finished, new_record
 from routing_lab.tasks.base import check_optimizer
 from routing_lab.tasks.classification import Classification
 from routing_lab.training.callbacks import (
@@ -40,9 +42,10 @@ from routing_lab.training.callbacks import (
 )
 from routing_lab.training.costs import CostMeter
 from routing_lab.training.environment import command_line, environment, git_state
-from routing_lab.training.initialisation import initialise, load_weights, read_weights
+from routing_lab.training.initialisation import initialise
 from routing_lab.training.signals import Stopped, stoppable
 from routing_lab.training.tracking import mirror
+from routing_lab.training.weights import load_weights, read_weights
 
 MAX_LOGITS = 5_000_000
 """Examples x classes up to which predictions.npz holds the logits."""
@@ -125,11 +128,17 @@ def _run_locked(
     if config.rerun:
         if (aside := folder.set_aside()) is not None:
             _say(f"{folder.path.name}: rerun=true, the run that was there is now {aside}")
-    elif (finished := folder.finished_record()) is not None:
-        return {"status": FINISHED, "record": finished}
+    before = folder.read_record()
+    if before is not None:
+        if changed := changed_inputs(before, config):
+            return {"status": FAILED, "record": before, "error": "; ".join(str(Problem.of(*one)) for one in changed)}
+        if is_finished(before):
+            return {"status": FINISHED, "record": before}
     record = new_record(resolved, run_id=identity(resolved), name=run_name(config), command=command)
-    record["warnings"] = list(warnings)
-    record["num_epochs_done"] = (folder.read_record() or {}).get("num_epochs_done", 0)
+    record |= {"warnings": list(warnings), "num_epochs_done": 0}
+    if before is not None and before.get("num_epochs_done"):
+        # What was learned so far belongs to these data and weights: they are compared, never replaced.
+        record |= {key: before[key] for key in ("num_epochs_done", "data", "init")}
     try:
         folder.prepare()
         folder.write_config(resolved)
@@ -155,24 +164,30 @@ def _train_and_test(
 ) -> dict[str, Any]:
     check_optimizer(config.train.optimizer)
     data = build_data(config.data, config.train, config.seed, config.runtime)
-    record["data"] = {
+    seen: dict[str, Any] = {
         "name": config.data.name,
         "num_classes": data.num_classes,
         "sizes": data.sizes,
         "fingerprint": data.fingerprint,
     }
+    files = data_state(config.data, full=config.runtime.verify == "content")
+    _check_same("data", record["data"].get("fingerprint"), seen["fingerprint"])
+    record["data"] = seen | ({} if files is None else {"files": files})
     dense: Path | None = None
     from_dense_run = config.train.distils and config.train.distill_teacher == "dense"
     if config.init.kind == "dense" or from_dense_run:
         dense = _dense_weights(dense_cell(config, resolved), command, group)
-    model, record["init"], found = initialise(config, data.num_classes, dense)
+    model, init, found = initialise(config, data.num_classes, dense)
+    if init["source"] is not None:
+        _check_same("initial weights", record["init"].get("hash"), init["hash"])
+    record["init"] = init
     record["warnings"] += found
     teacher: Any = None
     if config.train.distils:
         teacher = build_model(dense_cell(config, resolved).config, data.num_classes)
         if from_dense_run:
             assert dense is not None
-            load_weights(teacher, read_weights(dense))
+            load_weights(teacher, read_weights(dense)[0])
         else:
             teacher.load_state_dict(model.get_submodule("backbone").state_dict())
 
@@ -267,6 +282,15 @@ def _selected_metrics(keeper: Keeper, selection: str) -> dict[str, float]:
     row = keeper.history[-1 if selection == "last" else keeper.best["epoch"]]
     names = ("train/loss", "train/acc", "val/loss", "val/acc")
     return {"selected_epoch": row["epoch"], **{name: row[name] for name in names}}
+
+
+def _check_same(what: str, before: str | None, now: str) -> None:
+    """Refuse to go on with other data or other initial weights than the run began with."""
+    if before is not None and before != now:
+        raise ValueError(
+            f"the {what} of this run have changed since it was interrupted (fingerprint {before[:10]}, now {now[:10]});"
+            f" {WAYS_ON}"
+        )
 
 
 def _dense_weights(cell: Loaded, command: str, group: str | None) -> Path:
