@@ -82,7 +82,7 @@ def test_missing_empty_and_broken_places(tmp_path: Path, node: Callable[..., Any
 
 
 def test_number_of_classes_is_checked(write_images: WriteImages, node: Callable[..., Any]) -> None:
-    path = str(write_images(FLAT))
+    path = str(write_images([f"{label}/{i}.png" for label in ("cat", "dog") for i in range(10)]))
     assert inspect(node("image_folder", path=path, num_classes=2)) == []
     ((key, value, said),) = inspect(node("image_folder", path=path, num_classes=3))
     assert (key, value) == ("data.num_classes", 3)
