@@ -27,7 +27,7 @@ class Problem:
 
     def __str__(self) -> str:
         given = self.key if self.value is None else f"{self.key} = {self.value}"
-        return f"{given}: {self.message}"
+        return printable(f"{given}: {self.message}")
 
     @classmethod
     def of(cls, key: str, value: Any, message: str) -> Problem:
@@ -65,8 +65,13 @@ def shown(value: Any) -> str:
 
 
 def one_line(text: str) -> str:
-    """Text without line breaks and repeated blanks."""
-    return " ".join(text.split())
+    """Text without line breaks, repeated blanks and terminal escapes."""
+    return printable(" ".join(text.split()))
+
+
+def printable(text: str) -> str:
+    """Text whose unprintable characters, which could steer a terminal, are written out as in Python."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def alternatives(given: str, known: Iterable[str], what: str = "", most: int | None = None) -> str:

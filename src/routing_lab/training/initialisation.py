@@ -30,8 +30,8 @@ def initialise(
         dense: weights of the dense run, for `init=dense`.
 
     Returns:
-        The model; the record's `init` section (`kind`, `hash` of the backbone's initial weights, the source, of a file its
-        state and what was taken from it); warnings.
+        The model; the record's `init` section (`kind`, `hash` of the backbone's initial weights, the source, of a file
+        its state and what was taken from it); warnings.
 
     Raises:
         ValueError: weights that are missing, unreadable or of another architecture.

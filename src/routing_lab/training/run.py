@@ -125,9 +125,8 @@ def _run_locked(
     command: str,
     group: str | None,
 ) -> dict[str, Any]:
-    if config.rerun:
-        if (aside := folder.set_aside()) is not None:
-            _say(f"{folder.path.name}: rerun=true, the run that was there is now {aside}")
+    if config.rerun and (aside := folder.set_aside()) is not None:
+        _say(f"{folder.path.name}: rerun=true, the run that was there is now {aside}")
     before = folder.read_record()
     if before is not None:
         if changed := changed_inputs(before, config):
