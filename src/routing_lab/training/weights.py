@@ -63,8 +63,12 @@ class Fit:
     warnings: list[str] = field(default_factory=list)
 
     def summary(self) -> dict[str, Any]:
-        """Counts for the record, with the names where there are few."""
-        lists = {"fresh": self.fresh, "left_over": self.left_over, "reshaped": self.reshaped}
+        """Counts for the record, with the names where there are few; the same for all arms of one backbone."""
+        lists = {
+            "fresh": [name for name in self.fresh if not _is_router(name)],
+            "left_over": self.left_over,
+            "reshaped": self.reshaped,
+        }
         return {"taken": self.taken, **{name: _some(names, 20) for name, names in lists.items()}}
 
     def __str__(self) -> str:
