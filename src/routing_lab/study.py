@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from routing_lab.config import Composer, ConfigError, Loaded, check_overrides, identity, run_folder
 from routing_lab.config.problems import Problem
 from routing_lab.data.state import changed_inputs
+from routing_lab.evidence.power import power_lines
 from routing_lab.evidence.registration import Cell, Plan, append, find_plan, plan_path, read_plan, register
 from routing_lab.evidence.study import Study, StudyError, check_arms, load_study
 from routing_lab.runs.files import write_json
@@ -157,6 +158,8 @@ def describe(planned: PlannedStudy) -> str:
     left = sum(state != FINISHED for state in states)
     seconds = left * settings.seconds_per_cell
     lines.append(f"{left} cells to run, about {_duration(seconds)} one after the other on {settings.machine}")
+    if settings.spread is not None and plan.study.margin is not None:
+        lines += power_lines(plan.study, plan.scale, settings.spread, settings.spread_from)
     lines += plan.lines() if plan_path(planned.runs, plan.study.name, plan.scale).exists() else []
     return "\n".join(lines + [f"note: {warning}" for warning in plan.study.warnings(plan.scale)])
 

@@ -19,7 +19,7 @@ from routing_lab.evidence.arms import Arm
 from routing_lab.evidence.formatting import Kind
 from routing_lab.evidence.rules import Evidence
 from routing_lab.evidence.statistics import Bootstrap
-from routing_lab.evidence.study import SAVING, Contrast, Study, area_name, contrast_problems, speed_up_name
+from routing_lab.evidence.study import SAVING, Contrast, Study, area_name, compound, contrast_problems, speed_up_name
 from routing_lab.runs.records import RecordError, read_history, read_predictions
 
 EQUAL_DIFFERENCES = "equal under all seeds: no estimate of noise"
@@ -172,11 +172,14 @@ def _linear_effect(study: Study, arms: Mapping[str, Arm], empty: Effect, levels:
     if metric.kind == "percent":
         effect = replace(effect, insensitive=effect.insensitive or _saturated(study, arms, weights))
     if empty.name in study.contrasts:
-        first, second = (arms[arm] for arm in study.contrasts[empty.name].arms)
+        contrast = study.contrasts[empty.name]
+        first, second = (arms[arm] for arm in contrast.arms)
+        mixed = compound(empty.name, contrast, {arm: arms[arm].config for arm in contrast.arms})
         unequal = provenance.unequal_costs(first, second)
         effect = replace(
             effect,
-            note="; ".join(filter(None, (effect.note, unequal))),
+            is_controlled=effect.is_controlled and not mixed,
+            note="; ".join(filter(None, (effect.note, mixed.split(";")[0], unequal))),
             bootstrap=_bootstrap(first, second) if study.metric == "test/acc" else None,
         )
     return effect

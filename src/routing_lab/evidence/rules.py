@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Literal
+from functools import cached_property, reduce
+from typing import Any, Literal
 
 State = Literal["superior", "equivalent", "inferior", "non-inferior", "non-superior", "inconclusive"]
 
@@ -38,7 +39,7 @@ MAX_PATTERNS = 400_000
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of an effect.
+    """What is known of an effect; the ends may be arrays, of as many effects that are judged at once.
 
     Args:
         low, high: the two-sided interval at the level of the decision, relative to the value that means no effect.
@@ -48,45 +49,51 @@ class Evidence:
         is_withheld: an adjustment denies the sign that the interval alone would grant.
     """
 
-    low: float
-    high: float
-    narrow_low: float
-    narrow_high: float
+    low: Any
+    high: Any
+    narrow_low: Any
+    narrow_high: Any
     margin: float = math.nan
     direction: int = 1
     is_withheld: bool = False
 
     @property
-    def is_known(self) -> bool:
+    def is_known(self) -> Any:
         """Whether there is an interval at all."""
-        return not math.isnan(self.low)
+        return self.low == self.low
 
-    @property
-    def is_equivalent(self) -> bool:
-        """Both one-sided tests reject: the effect lies within the margin, or is counted and zero."""
-        return (-self.margin < self.narrow_low and self.narrow_high < self.margin) or self.low == self.high == 0
+    @cached_property
+    def facts(self) -> Mapping[str, Any]:
+        """Word of a condition -> whether it is shown. All are False of an unknown interval."""
+        m = self.margin
+        # Both one-sided tests reject; or the effect is counted, and zero.
+        equivalent = ((-m < self.narrow_low) & (self.narrow_high < m)) | ((self.low == 0) & (self.high == 0))
+        may_have_sign = (equivalent | self.is_withheld) ^ True
+        positive, negative = (self.low > 0) & may_have_sign, (self.high < 0) & may_have_sign
+        superior, inferior = (positive, negative) if self.direction > 0 else (negative, positive)
+        above, below = self.narrow_low > -m, self.narrow_high < m
+        not_worse, not_better = (above, below) if self.direction > 0 else (below, above)
+        non_inferior, non_superior = not_worse | superior | equivalent, not_better | inferior | equivalent
+        return {
+            "superior": superior,
+            "equivalent": equivalent,
+            "inferior": inferior,
+            "non-inferior": non_inferior,
+            "non-superior": non_superior,
+            "inconclusive": ((non_inferior | non_superior) ^ True) & self.is_known,
+            "positive": positive,
+            "negative": negative,
+        }
 
     @property
     def sign(self) -> int:
         """1 or -1 where the two-sided interval excludes zero and the effect is not shown to be negligible, else 0."""
-        if self.is_withheld or self.is_equivalent:
-            return 0
-        return 1 if self.low > 0 else -1 if self.high < 0 else 0
+        return int(self.facts["positive"]) - int(self.facts["negative"])
 
     @property
     def state(self) -> State:
         """The one state that the intervals show; better and worse are meant in the direction of the metric."""
-        if self.is_equivalent:
-            return "equivalent"
-        better = self.sign * self.direction
-        if better:
-            return "superior" if better > 0 else "inferior"
-        worst, best = (
-            (self.narrow_low, self.narrow_high) if self.direction > 0 else (-self.narrow_high, -self.narrow_low)
-        )
-        if worst > -self.margin:
-            return "non-inferior"
-        return "non-superior" if best < self.margin else "inconclusive"
+        return next((state for state in STATES if self.facts[state]), "inconclusive")
 
 
 @dataclass(frozen=True)
@@ -96,24 +103,15 @@ class Statement:
     relation: str
     bound: float | None = None
 
-    def holds(self, evidence: Evidence) -> bool:
+    def holds(self, evidence: Evidence) -> Any:
         """Whether it is shown. `> x` and `< x` ask for the whole two-sided interval, `within x` for the narrow one."""
-        if not evidence.is_known:
-            return False
         if self.bound is None:
-            sign, state = evidence.sign, evidence.state
-            return {
-                "positive": sign > 0,
-                "negative": sign < 0,
-                "non-inferior": state in ("superior", "equivalent", "non-inferior"),
-                "non-superior": state in ("inferior", "equivalent", "non-superior"),
-            }.get(self.relation, state == self.relation)
+            return evidence.facts[self.relation]
         x = self.bound
-        return {
-            ">": evidence.low > x and not evidence.is_withheld,
-            "<": evidence.high < x and not evidence.is_withheld,
-            "within": -x < evidence.narrow_low and evidence.narrow_high < x,
-        }[self.relation]
+        if self.relation == "within":
+            return (-x < evidence.narrow_low) & (evidence.narrow_high < x)
+        side = evidence.low > x if self.relation == ">" else evidence.high < x
+        return side & (evidence.is_withheld ^ True)
 
     def is_refuted(self, evidence: Evidence) -> bool:
         """Whether the contrary is shown: the effect is something that the statement excludes."""
@@ -121,11 +119,13 @@ class Statement:
             return False
         if self.bound is not None:
             x = self.bound
-            return {
-                ">": evidence.high < x,
-                "<": evidence.low > x,
-                "within": evidence.low > x or evidence.high < -x,
-            }[self.relation]
+            return bool(
+                {
+                    ">": evidence.high < x,
+                    "<": evidence.low > x,
+                    "within": evidence.low > x or evidence.high < -x,
+                }[self.relation]
+            )
         excluded = {
             "superior": {"equivalent", "inferior", "non-superior"},
             "inferior": {"equivalent", "superior", "non-inferior"},
@@ -133,8 +133,9 @@ class Statement:
             "non-inferior": {"inferior"},
             "non-superior": {"superior"},
         }
-        if self.relation in ("positive", "negative"):
-            return evidence.is_equivalent or evidence.sign == (-1 if self.relation == "positive" else 1)
+        opposite = {"positive": "negative", "negative": "positive"}
+        if self.relation in opposite:
+            return bool(evidence.facts["equivalent"] or evidence.facts[opposite[self.relation]])
         return evidence.state in excluded.get(self.relation, set())
 
     def is_true_of(self, effect: float, margin: float, direction: int = 1) -> bool:
@@ -161,9 +162,9 @@ class Condition:
 
     alternatives: tuple[Statement, ...]
 
-    def holds(self, evidence: Evidence) -> bool:
+    def holds(self, evidence: Evidence) -> Any:
         """Whether one of the alternatives is shown."""
-        return any(statement.holds(evidence) for statement in self.alternatives)
+        return reduce(operator.or_, (statement.holds(evidence) for statement in self.alternatives))
 
     def is_true_of(self, effect: float, margin: float, direction: int = 1) -> bool:
         """Whether one of the alternatives is true when the effect itself is known."""
@@ -250,27 +251,30 @@ class Branch:
         """Every (effect, condition)."""
         return (*self.all_of, *self.any_of)
 
-    def holds(self, evidence: Mapping[str, Evidence]) -> bool:
+    def holds(self, evidence: Mapping[str, Evidence]) -> Any:
         """Whether the branch is met."""
         return self.is_met(lambda name, condition: condition.holds(evidence[name]))
 
     def is_true_of(self, effects: Mapping[str, float], margin: float, directions: Mapping[str, int]) -> bool:
         """Whether what the branch asks for is true when the effects themselves are known."""
-        return self.is_met(lambda name, condition: condition.is_true_of(effects[name], margin, directions.get(name, 1)))
+        return bool(
+            self.is_met(lambda name, condition: condition.is_true_of(effects[name], margin, directions.get(name, 1)))
+        )
 
     def is_shown(self, truth: Mapping[str, Mapping[Condition, bool]]) -> bool:
         """Whether the branch is met when it is known of each effect which conditions hold."""
-        return self.is_met(lambda name, condition: truth[name][condition])
+        return bool(self.is_met(lambda name, condition: truth[name][condition]))
 
     def conjunctions(self) -> list[tuple[tuple[str, Condition], ...]]:
         """The sets of conditions each of which is enough to meet the branch."""
         return [(*self.all_of, one) for one in self.any_of] or [self.all_of]
 
-    def is_met(self, test: Callable[[str, Condition], bool]) -> bool:
+    def is_met(self, test: Callable[[str, Condition], Any]) -> Any:
         """Whether the branch is met when `test` says which of its conditions hold."""
-        return all(test(*pair) for pair in self.all_of) and (
-            any(test(*pair) for pair in self.any_of) or not self.any_of
-        )
+        met = reduce(operator.and_, (test(*pair) for pair in self.all_of), True)
+        if not self.any_of:
+            return met
+        return met & reduce(operator.or_, (test(*pair) for pair in self.any_of))
 
 
 @dataclass(frozen=True)

@@ -540,15 +540,23 @@ def _random_means(
     return means
 
 
+# Beyond, the noncentral F loses its digits, and the textbook sum is all but exact.
+_EXACT_CRITICAL = 12.0
+
+
 @lru_cache(maxsize=256)
 def _detectable_shift(df: int, alpha: float, power: float) -> float:
     """Noncentrality at which the two-sided t test rejects with probability `power`."""
     from scipy.optimize import brentq
 
     critical = float(special.stdtrit(df, 1 - alpha / 2))
+    if critical > _EXACT_CRITICAL:
+        return critical + float(special.stdtrit(df, power))
 
     def missing_power(shift: float) -> float:
         # The square of a noncentral t is a noncentral F, whose upper tail holds both rejection tails.
-        return float(1 - special.ncfdtr(1, df, shift**2, critical**2)) - power
+        below = float(special.ncfdtr(1, df, shift**2, critical**2))
+        # Not a number where the shift is so large that nothing is left below the critical value.
+        return 1 - (0.0 if math.isnan(below) else below) - power
 
     return float(brentq(missing_power, 0.0, 4 * (critical + 10), xtol=1e-12, rtol=1e-12))

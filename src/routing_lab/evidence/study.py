@@ -519,16 +519,21 @@ def check_arms(study: Study, configs: Mapping[str, Mapping[str, Any]]) -> None:
     """
     problems = []
     for name, contrast in study.contrasts.items():
-        problems += contrast_problems(name, contrast, configs)
+        problems += contrast_problems(name, contrast, configs) or _refused(compound(name, contrast, configs), study)
     for name, factor in study.factors.items():
         for first, second in study.level_pairs(name):
             declared = Contrast(arms=[second, first], differ_in=[factor.differ_in])
             problems += contrast_problems(f"factor {name}", declared, configs)
+            problems += _refused(compound(f"factor {name}", declared, configs), study)
     for first, second in itertools.combinations(study.arms, 2):
         if not _differing(configs[first], configs[second]):
             problems.append(f"arms {first} and {second} are the same configuration")
     if problems:
         raise StudyError(study.name, list(dict.fromkeys(problems)))
+
+
+def _refused(why: str, study: Study) -> list[str]:
+    return [why] if why and study.margin else []
 
 
 def contrast_problems(name: str, contrast: Contrast, configs: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -547,12 +552,22 @@ def contrast_problems(name: str, contrast: Contrast, configs: Mapping[str, Mappi
     absent = [allowed for allowed in contrast.differ_in if not any(_is_under(key, allowed) for key in keys)]
     if absent:
         return [f"{name}: {first} and {second} do not differ in {', '.join(absent)}, which is declared"]
-    if contrast.is_controlled and len(things) > 1:
-        return [
-            f"{name}: compound: {first} and {second} differ in {len(things)} things, {', '.join(things)}; a controlled "
-            "contrast has one (name them all in differ_in to compare whole configurations)"
-        ]
     return []
+
+
+def compound(name: str, contrast: Contrast, configs: Mapping[str, Mapping[str, Any]]) -> str:
+    """Why a contrast that is declared controlled is none: its arms differ in several things under the one declared.
+
+    A study with a margin is refused for it; in an older one the contrast is reported as one of whole configurations.
+    """
+    first, second = contrast.arms
+    things = differing_things(comparable(configs[first]), comparable(configs[second]))
+    if not contrast.is_controlled or len(things) < 2:
+        return ""
+    return (
+        f"{name}: compound: {first} and {second} differ in {len(things)} things, {', '.join(things)}; a controlled "
+        "contrast has one (name them all in differ_in to compare whole configurations)"
+    )
 
 
 def _arm_problems(study: Study) -> list[str]:
