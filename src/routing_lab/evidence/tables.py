@@ -285,7 +285,7 @@ def pairwise_table(arms: Sequence[Arm], metric: str, caption: str, level: float 
         rows.append((arm.label, *cells))
     columns = [Column("arm", "row - column")]
     columns += [Column(arm.label, arm.label, "interval", shown.kind, is_signed=True) for arm in arms]
-    notes = (f"{_level(level)} of the difference, paired by seed, not adjusted for the number of pairs",)
+    notes = (f"{_level(level)} of the difference, paired by seed, not adjusted for their number: exploratory",)
     return Table("pairs", f"All pairs: {caption}", tuple(columns), tuple(rows), notes)
 
 
