@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,9 @@ from tests.evidence.synthetic import write_run
 from tests.evidence.test_rules import MARGIN, WHOLE
 from tests.evidence.test_study import ARMS, content
 
+from routing_lab.evidence.registration import register
 from routing_lab.evidence.study import parse_study
-from routing_lab.evidence.verdict import StudyResult, evaluate
+from routing_lab.evidence.verdict import StudyResult, evaluate, verdict_text
 from routing_lab.runs.records import read_records
 
 ACCURACY = {"dense": 0.96, "linear_none": 0.9, "amod_none": 0.93}
@@ -91,6 +94,12 @@ def test_no_verdict_before_the_planned_seeds(tmp_path: Path) -> None:
     result = judged(tmp_path, ACCURACY, seeds=list(range(12)))
     assert not result.verdict.is_complete
     assert "no verdict before the planned seeds" in result.verdict.says
+
+
+def test_a_rule_that_cannot_be_met_is_named_beside_the_verdict(tmp_path: Path) -> None:
+    result = judged(tmp_path, ACCURACY, scales__toy__spread=0.2)
+    plan = register(None, result.study, "toy", [], versions={}, now=datetime(2026, 12, 1, tzinfo=UTC))
+    assert "can hardly be met" in verdict_text(replace(result, plan=plan))
 
 
 def test_a_stated_look_decides_and_later_cells_change_nothing(tmp_path: Path) -> None:

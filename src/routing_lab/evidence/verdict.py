@@ -14,6 +14,7 @@ from typing import Any
 from routing_lab.evidence import formatting, provenance, sequential, statistics
 from routing_lab.evidence.arms import Arm, group_arms
 from routing_lab.evidence.effects import Effect, Levels, describe, estimate_effects
+from routing_lab.evidence.power import power_lines
 from routing_lab.evidence.registration import Plan
 from routing_lab.evidence.rules import DECIDED
 from routing_lab.evidence.study import PILOT_SEEDS, Study
@@ -459,6 +460,9 @@ def _design_lines(result: StudyResult) -> list[str]:
             f"Look {look.number} of {look.num_looks}: {len(look.seeds)} seeds, two-sided tests at "
             f"{look.levels.two_sided:.2g}, one-sided at {look.levels.one_sided:.2g} (alpha spending)"
         )
+    settings = study.scales[study.scale(result.plan.scale)] if result.plan else None
+    if settings is not None and settings.spread is not None and study.margin is not None:
+        lines += power_lines(study, result.plan.scale, settings.spread, settings.spread_from) if result.plan else []
     return lines
 
 
