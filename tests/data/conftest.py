@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 from routing_lab.data.schema import DataConfig
 
 CONF = Path(__file__).parents[2] / "conf" / "data"
-BACKBONE = {"image_size": 8, "channels": 3, "patch_size": 2}
+BACKBONE = {"image_size": 8, "channels": 3, "patch_size": 2, "context": 64, "vocab_size": 256}
 TRAIN = {
     "batch_size": 64,
     "eval_batch_size": 100,

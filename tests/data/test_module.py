@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from routing_lab.data import VisionData, build_data
-from routing_lab.data import module as data_module
+from routing_lab.data import VisionData, build_data, epochs
 from routing_lab.data.batches import seeded
 from routing_lab.data.layout import DataProblem
 
@@ -204,7 +203,7 @@ def test_evaluation_sees_every_example_once_in_a_mixed_order(build: Build, split
 
 def processes(monkeypatch: pytest.MonkeyPatch, number: int) -> Iterator[int]:
     for rank in range(number):
-        monkeypatch.setattr(data_module, "_rank", lambda rank=rank: (rank, number))
+        monkeypatch.setattr(epochs, "_rank", lambda rank=rank: (rank, number))
         yield rank
 
 

@@ -22,10 +22,14 @@ def test_every_data_set_has_a_configuration() -> None:
 
 @pytest.mark.parametrize("name", sorted(DATA_SETS))
 def test_shipped_configuration_is_valid(node: Callable[..., Any], name: str) -> None:
-    values = {"path": "images"} if name == "image_folder" else {}
+    values = {"path": "somewhere"} if name in ("image_folder", "text_files", "hub_text") else {}
     config = node(name, **values)
     assert isinstance(config, DATA_SETS[name])
-    assert (config.name, config.image_size, config.channels) == (name, 8, 3)
+    assert config.name == name
+    if hasattr(config, "context"):
+        assert (config.context, config.vocab_size) == (64, 256)
+    else:
+        assert (config.image_size, config.channels) == (8, 3)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -38,6 +38,9 @@ _ERASED_AREA = (0.02, 1 / 3)  # Zhong et al., Random Erasing Data Augmentation (
 _ERASED_LOG_ASPECT = (float(np.log(0.3)), float(np.log(1 / 0.3)))
 
 
+BatchT = TypeVar("BatchT", covariant=True)
+
+
 class Request(NamedTuple):
     """Which examples make a batch, and when: the seeds of augmentation and mixing follow from it."""
 
@@ -45,6 +48,16 @@ class Request(NamedTuple):
     epoch: int = 0
     step: int = 0
     rank: int = 0
+
+
+class Builder(Protocol[BatchT]):
+    """Makes the batch of a request."""
+
+    @property
+    def is_per_image(self) -> bool:
+        """Whether examples are made one by one, which is what worker processes are for."""
+
+    def __call__(self, request: Request) -> BatchT: ...
 
 
 class BatchBuilder:
@@ -153,7 +166,7 @@ class BatchBuilder:
         return images
 
 
-class Loader:
+class Loader(Generic[BatchT]):
     """An iterable of batches with a length. Plain, so that Lightning neither wraps nor replaces its sampling.
 
     Args:
@@ -165,7 +178,7 @@ class Loader:
     """
 
     def __init__(
-        self, build: BatchBuilder, requests: Callable[[], Sequence[Request]], length: int, workers: int = 0
+        self, build: Builder[BatchT], requests: Callable[[], Sequence[Request]], length: int, workers: int = 0
     ) -> None:
         self._build = build
         self._requests = requests
@@ -185,7 +198,7 @@ class Loader:
     def __len__(self) -> int:
         return self._length
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[BatchT]:
         if self._processes is not None:
             yield from self._processes
         else:

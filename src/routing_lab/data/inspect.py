@@ -17,6 +17,7 @@ from routing_lab.data.contents import (
     splits_of,
 )
 from routing_lab.data.layout import DataProblem, Layout, find_layout
+from routing_lab.data.text.inspect import inspect_text
 
 _TORCHVISION: dict[str, tuple[str, str]] = {
     "cifar10": ("cifar-10-batches-py", "https://www.cs.toronto.edu/~kriz/cifar.html"),
@@ -48,7 +49,7 @@ def inspect(data: Any) -> list[tuple[str, Any, str]]:
             check_torchvision(data)
     except DataProblem as problem:
         return [(problem.key, problem.value, problem.message)]
-    return []
+    return inspect_text(data)
 
 
 def remarks(data: Any, train: Any) -> Iterator[str]:

@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
+from routing_lab.data.text.schema import HubTextData, InductionData, ShakespeareData, TextFilesData
+
 
 class _Images(BaseModel):
     """What every image data set states: the size and channels the backbone wants, and how pixels become numbers."""
@@ -214,7 +216,11 @@ DataConfig = Annotated[
     | CarsData
     | PetsData
     | FlowersData
-    | PlantedData,
+    | PlantedData
+    | ShakespeareData
+    | TextFilesData
+    | HubTextData
+    | InductionData,
     Field(discriminator="name"),
 ]
 """The `data` node of a resolved configuration, chosen by `data.name`."""
@@ -230,5 +236,9 @@ DATA_SETS: dict[str, type[Any]] = {
     "pets": PetsData,
     "flowers": FlowersData,
     "planted": PlantedData,
+    "shakespeare": ShakespeareData,
+    "text_files": TextFilesData,
+    "hub_text": HubTextData,
+    "induction": InductionData,
 }
 """Shipped data sets by name."""

@@ -1,0 +1,4 @@
+"""Texts, their tokens and their windows.
+
+`schema` and `inspect` load without torch.
+"""
