@@ -35,6 +35,7 @@ from routing_lab.data.state import changed_inputs
 from routing_lab.evidence import formatting
 from routing_lab.runs.files import write_json
 from routing_lab.runs.folder import RunFolder
+from routing_lab.runs.metrics import QUANTITIES, metric
 from routing_lab.runs.records import FAILED, FINISHED, INTERRUPTED, RecordError, is_finished, read_record
 
 OUTCOMES = "cells"
@@ -276,11 +277,10 @@ def _print_run(outcome: Mapping[str, Any]) -> None:
         return
     record = read_record(folder)
     print(f"{record['name']}: {'finished' if outcome['trained'] else 'had finished, nothing was trained'}")
-    for key in ("val/acc", "val/loss", "test/acc", "test/loss"):
+    for key in (f"{split}/{name}" for split in ("val", "test") for name in QUANTITIES):
         if key in record["metrics"]:
-            metric = formatting.metric(key)
-            unit = " %" if metric.kind == "percent" else ""
-            print(f"  {key:<10} {formatting.number(record['metrics'][key], metric.kind)}{unit}")
+            shown = metric(key)
+            print(f"  {key:<10} {formatting.number(record['metrics'][key], shown.kind)} {shown.unit}".rstrip())
     _print_notes([record])
     print(f"run folder: {folder}", flush=True)
 

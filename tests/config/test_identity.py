@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from routing_lab.config import VOLATILE, identity, load, run_folder, run_name
+from routing_lab.config import identity, load, run_folder, run_name
+from routing_lab.keys import VOLATILE
 
 BASE = load(["router=amod", "scaling=multiply", "seed=1"])
 

@@ -190,7 +190,7 @@ def test_reading_records_loads_no_torch_and_no_pandas() -> None:
 
 
 def test_keys_that_make_no_arm_are_the_seed_and_what_is_no_part_of_the_identity() -> None:
-    from routing_lab.config import VOLATILE
+    from routing_lab.keys import VOLATILE
 
     assert set(records.NOT_COMPARED) == {"seed", *VOLATILE}
     assert records.comparable({"data": {"name": "digits", "root": "x"}, "seed": 1}) == {"data.name": "digits"}

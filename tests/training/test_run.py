@@ -52,7 +52,7 @@ def test_accuracy_and_loss_equal_the_predictions(run: Run) -> None:
 
 
 def test_logits_are_left_out_of_large_predictions(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("routing_lab.training.run.MAX_LOGITS", 100)
+    monkeypatch.setattr("routing_lab.tasks.classification.MAX_LOGITS", 100)
     with np.load(RunFolder(run()["folder"]).predictions) as saved:
         assert set(saved) == {"index", "target", "prediction", "loss"}
 

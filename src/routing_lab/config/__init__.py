@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from routing_lab.config.cells import Command, check_command
 from routing_lab.config.compose import Composer, conf_path
-from routing_lab.config.identity import VOLATILE, identity, run_folder, run_name
+from routing_lab.config.identity import identity, run_folder, run_name
 from routing_lab.config.load import Loaded, check, check_overrides, load
 from routing_lab.config.problems import ConfigError, Problem
 from routing_lab.config.schema import Config
 
 __all__ = [
-    "VOLATILE",
     "Command",
     "Composer",
     "Config",

@@ -33,6 +33,7 @@ from routing_lab.config.schema import (
     ScalingConfig,
     StraightThrough,
     SubspaceRouter,
+    TaskConfig,
     Threshold,
     TimmBackbone,
     VisibilityConfig,
@@ -41,6 +42,7 @@ from routing_lab.config.training import CheckpointInit, DenseInit, InitConfig, P
 from routing_lab.data.inspect import inspect as inspect_data
 from routing_lab.data.inspect import remarks as data_remarks
 from routing_lab.data.schema import DataConfig
+from routing_lab.keys import LATER
 from routing_lab.routing import members
 from routing_lab.routing.members import (
     AXES,
@@ -470,6 +472,14 @@ def data_exist(data: DataConfig) -> Iterator[Problem]:
         yield Problem.of(key, value, one_line(message))
 
 
+def task_exists(task: TaskConfig) -> Iterator[Problem]:
+    """A task from outside the package has a class that takes its options."""
+    if {"name": task.name, "_target_": task.class_path, **task.options} == LATER["task"]:
+        return
+    given = frozenset({"model", "train", "seed", "outputs", "teacher", "losses"})
+    yield from _takes_options("task", task.class_path, task.options, given)
+
+
 def checkpoint_exists(init: InitConfig) -> Iterator[Problem]:
     """The checkpoint file is there."""
     if isinstance(init, CheckpointInit):
@@ -518,6 +528,7 @@ REFUSALS: tuple[Callable[..., Iterator[Problem]], ...] = (
     scaling_fits,
     losses_fit,
     data_exist,
+    task_exists,
     checkpoint_exists,
     dense_run_is_trained,
     isoflop_fits,

@@ -30,7 +30,7 @@ from routing_lab.config.problems import ConfigError, Problem, alternatives, one_
 PRIMARY = "train"
 REQUIRED_GROUPS = (
     *("backbone", "router", "scaling", "capacity", "placement", "bypass", "visibility"),
-    *("data", "init", "recipe"),
+    *("task", "data", "init", "recipe"),
 )
 LIST_GROUPS = ("losses",)
 """Groups of which any number of members may be chosen."""

@@ -6,25 +6,10 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from routing_lab.config.schema import Config, FractionCapacity, Threshold
-
-VOLATILE = (
-    *("method", "study", "arm", "name", "rerun", "paths", "wandb", "runtime", "hydra"),
-    *("data.root", "data.download", "data.memory"),
-)
-"""Keys that say where, how fast or why a run is executed, not what is run."""
-
-LATER: Mapping[str, Any] = MappingProxyType(
-    {"placement.active": "both", "data.duplicates": "refuse", "init.entry": None}
-)
-"""Key, or section, that came after the first release -> the value that does what every run did before it.
-
-Such a key counts only where it has another value, so that the runs recorded before it are found again; a configuration
-that was written before it has that value.
-"""
+from routing_lab.keys import LATER, VOLATILE
 
 
 def identity(resolved: Mapping[str, Any]) -> str:

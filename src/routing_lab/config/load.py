@@ -13,14 +13,14 @@ from pydantic.fields import FieldInfo
 
 from routing_lab.config.checks import REFUSALS, REMARKS, outside_members, run_checks
 from routing_lab.config.compose import Composer, plain
-from routing_lab.config.identity import LATER
 from routing_lab.config.isoflop import with_baseline
 from routing_lab.config.problems import ConfigError, Problem, accepted_by, alternatives, from_validation, parts_of
 from routing_lab.config.schema import LOSS_MODELS, MEMBER_MODELS, OUTSIDE_MODELS, Config, LossConfig, OutsideLoss
 from routing_lab.config.timm_shape import complete_from_timm
+from routing_lab.keys import LATER
 from routing_lab.routing.members import BackboneFacts
 
-ABOUT_TRAINING = ("losses", "data", "init", "train")
+ABOUT_TRAINING = ("losses", "task", "data", "init", "train")
 """Sections that are not looked at when only the routing of a given model is configured."""
 
 

@@ -610,6 +610,13 @@ class IsoflopConfig(Strict):
     solution: IsoflopSolution | None
 
 
+# --- the task ---
+
+
+class TaskConfig(Member, Outside):
+    """What is trained for: the class that owns data, head, loss and metrics, and the options that are given to it."""
+
+
 # --- the whole ---
 
 
@@ -632,6 +639,7 @@ class Config(Strict):
     visibility: SerializeAsAny[VisibilityConfig]
     losses: dict[str, SerializeAsAny[LossConfig]]
     isoflop: IsoflopConfig
+    task: TaskConfig
     data: DataConfig
     init: InitConfig
     train: TrainConfig

@@ -106,20 +106,20 @@ def pareto(arms: Sequence[Arm], metric: str, cost: str, caption: str, name: str 
     """Quality over measured cost with t intervals; filled: on the front, grey: its band reaches the front, hollow:
     dominated.
 
-    `cost` is a key as in `Arm.values`. Throughputs (`.../images_per_second`) count as costs that are better when
-    higher. None with fewer than two arms that have both numbers.
+    `cost` is a key as in `Arm.values`; one that is declared better when higher, a throughput, counts so. None with
+    fewer than two arms that have both numbers.
     """
     points = [arm for arm in arms if arm.values(metric) and arm.values(cost)]
     if len(points) < 2:
         return None
     quality = formatting.metric(metric)
-    is_throughput = cost.endswith("per_second")
+    priced = formatting.metric(cost)
     x = np.array([arm.mean(cost) for arm in points])
     summaries = [statistics.summarize(list(arm.values(metric).values())) for arm in points]
     sign = 1 if quality.higher_is_better else -1
     ends = [sorted((sign * s.low, sign * s.high)) for s in summaries]
     standings = statistics.pareto(
-        -x if is_throughput else x,
+        -x if priced.higher_is_better else x,
         [sign * s.mean for s in summaries],
         [low for low, _ in ends],
         [high for _, high in ends],
@@ -150,8 +150,7 @@ def pareto(arms: Sequence[Arm], metric: str, cost: str, caption: str, name: str 
         )
     if others:
         caption = f"{caption}. Dots: {len(others)} more arms"
-    heading = cost.rsplit("/", 1)[-1].replace("_", " ") if not cost.startswith("cost/macs") else "MACs measured"
-    axes.set_xlabel(f"{heading}{f', {unit}' if unit else ''}")
+    axes.set_xlabel(", ".join(part for part in (priced.label, f"{unit} {priced.unit}".strip()) if part))
     axes.set_ylabel(quality.heading)
     _legend(figure, axes)
     return _drawing(figure, name, caption)

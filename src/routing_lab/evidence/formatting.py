@@ -8,58 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-Kind = Literal["text", "count", "percent", "number", "fraction", "macs", "p", "ratio", "seconds", "interval"]
+from routing_lab.runs.metrics import Kind as Kind
+from routing_lab.runs.metrics import Metric as Metric
+from routing_lab.runs.metrics import metric as metric
 
 MISSING = "-"
 """What a missing value looks like."""
-
-
-@dataclass(frozen=True)
-class Metric:
-    """How a measured quantity is named and shown."""
-
-    key: str
-    label: str
-    kind: Kind
-    higher_is_better: bool
-
-    @property
-    def heading(self) -> str:
-        """Label with its unit."""
-        return f"{self.label}, %" if self.kind == "percent" else self.label
-
-    @property
-    def difference_heading(self) -> str:
-        """Heading of a difference of two values."""
-        return f"difference in {self.label}, points" if self.kind == "percent" else f"difference in {self.label}"
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether the quantity is counted, so that equal values under all seeds are no coincidence."""
-        return self.kind in ("macs", "count")
-
-    @property
-    def factor(self) -> float:
-        """What a stored value is multiplied by to be drawn on an axis under `heading`."""
-        return 100.0 if self.kind == "percent" else 1.0
-
-
-def metric(key: str) -> Metric:
-    """The metric of a record's key: `.../acc` is an accuracy; losses, perplexities and costs are better when lower."""
-    last = key.rsplit("/", 1)[-1]
-    if last.startswith(("acc", "top")):
-        return Metric(key, key, "percent", True)
-    if key.startswith("cost/macs"):
-        return Metric(key, "MACs" if last == "macs_measured" else f"{last.removeprefix('macs_')} MACs", "macs", False)
-    if last.endswith("params"):
-        return Metric(key, last.replace("_", " "), "count", False)
-    if last.endswith("seconds"):
-        return Metric(key, f"{last.removesuffix('_seconds')}, s", "seconds", False)
-    is_cost = any(word in last for word in ("loss", "ppl", "perplexity", "error", "memory", "bytes"))
-    return Metric(key, key, "number", not is_cost)
 
 
 def number(value: Any, kind: Kind = "number", *, signed: bool = False) -> str:

@@ -25,6 +25,7 @@ from routing_lab.evidence.study import Study
 from routing_lab.evidence.tables import DEFAULT_METRIC, SweepTable, Table, pairwise_table, sweep_table
 from routing_lab.evidence.verdict import StudyResult, effects_table, evaluate, verdict_text
 from routing_lab.runs.files import write_text
+from routing_lab.runs.metrics import THROUGHPUTS
 from routing_lab.runs.records import member_name, tidy_rows
 
 FORMATS = ("html", "md", "csv", "latex")
@@ -225,9 +226,11 @@ def _sweep_section(data: str, records: Sequence[Mapping[str, Any]]) -> Section:
 def _drawings(arms: Sequence[Arm], metric: str, caption: str) -> list[Drawing | None]:
     validation = metric.replace("test/", "val/", 1)
     drawn = [figures.pareto(arms, metric, "cost/macs_measured", f"Accuracy over measured cost, {caption}")]
-    throughput = "cost/images_per_second"
-    if figures.has_values(arms, throughput):
-        drawn.append(figures.pareto(arms, metric, throughput, f"Accuracy over throughput, {caption}", "throughput"))
+    drawn += [
+        figures.pareto(arms, metric, throughput, f"Accuracy over throughput, {caption}", "throughput")
+        for throughput in THROUGHPUTS
+        if figures.has_values(arms, throughput)
+    ]
     drawn.append(figures.curves(arms, validation, f"Training curves of {validation}, {caption}"))
     drawn.append(figures.kept_fractions(arms, f"Tokens kept, measured on the test split, {caption}"))
     return drawn

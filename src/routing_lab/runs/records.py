@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from routing_lab.keys import LATER, VOLATILE
 from routing_lab.runs.files import natural
 
 if TYPE_CHECKING:
@@ -36,11 +37,7 @@ AXES = ("backbone", "router", "scaling", "capacity", "placement", "bypass", "vis
 SECTIONS = ("axes", "config", "metrics", "cost", "routing", "environment", "git", "data", "init")
 """Sections of a record that are mappings; a missing one reads as empty."""
 
-NOT_COMPARED = (
-    "seed",
-    *("study", "arm", "name", "method", "rerun", "paths", "wandb", "runtime", "hydra"),
-    *("data.root", "data.download", "data.memory"),
-)
+NOT_COMPARED = ("seed", *VOLATILE)
 """Config keys that never make two runs different arms: the seed, and whatever is no part of a run's identity."""
 
 RECORD_FILE = "run.json"
@@ -319,11 +316,17 @@ def _run_folders(root: str) -> Iterator[str]:
 
 
 def _kept(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration without `NOT_COMPARED`; nodes that lose a key are copied."""
-    kept = {key: value for key, value in config.items() if key not in NOT_COMPARED}
+    """The configuration without `NOT_COMPARED`, and without what came later where it changes nothing; nodes that lose a
+    key are copied.
+    """
+    kept = {key: value for key, value in config.items() if key not in NOT_COMPARED and LATER.get(key) != value}
     for key in NOT_COMPARED:
         node, _, entry = key.partition(".")
         if entry and isinstance(kept.get(node), Mapping):
+            kept[node] = {name: value for name, value in kept[node].items() if name != entry}
+    for key, neutral in LATER.items():
+        node, _, entry = key.partition(".")
+        if entry and isinstance(kept.get(node), Mapping) and kept[node].get(entry) == neutral:
             kept[node] = {name: value for name, value in kept[node].items() if name != entry}
     return kept
 

@@ -1,12 +1,19 @@
-"""What every task shares: optimiser, schedule, moving average of the weights, seeded dropout, routing measurements."""
+"""What every task shares: optimiser, schedule, moving average of the weights, seeded dropout, what is measured.
+
+A task is one class. It owns its data, the size of its head, its objective, what it keeps of every example, its metrics
+and which of them selects a checkpoint; the run knows none of these. Quantities are accumulated as *totals*, sums over
+examples that add up over batches and processes; `metrics_of` makes metrics of them.
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from timm.optim import (
     create_optimizer_v2,
@@ -19,15 +26,21 @@ from timm.scheduler import create_scheduler_v2
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
+from routing_lab.cost.measure import vision_shape
+from routing_lab.data import build_data
 from routing_lab.streams import stream_seed
+from routing_lab.tasks.auxiliary import AuxiliaryLosses
 
 if TYPE_CHECKING:
     from timm.scheduler.scheduler import Scheduler
 
+    from routing_lab.config import Config
+    from routing_lab.config.schema import LossConfig
     from routing_lab.config.training import TrainConfig
+    from routing_lab.cost.macs import ModelShape
 
 
-class RoutedTask(pl.LightningModule):
+class Task(pl.LightningModule):
     """Trains a routed model by a recipe.
 
     Args:
@@ -35,15 +48,39 @@ class RoutedTask(pl.LightningModule):
         train: the recipe.
         seed: the run's seed; every epoch's dropout draws from its own stream, so that resuming at an epoch's beginning
             needs no generator state and all arms of a seed see the same numbers.
+        outputs: of the head.
+        teacher: dense model to learn from, where the recipe distils.
+        losses: auxiliary losses by name, the section `losses` of a configuration.
 
     Attributes:
-        measured: what the last training and validation epoch measured, by metric name.
-        num_examples: examples of the last training epoch, over all processes.
+        measured: what the last training, validation and test epoch measured, by metric name.
+        num_examples: examples of the last training epoch, in `unit`, over all processes.
         routing: kept tokens and update ratios of the last evaluation pass.
+        predictions: after a test pass, what is kept of every example: arrays sorted by `index`.
     """
 
-    def __init__(self, model: nn.Module, train: TrainConfig, seed: int) -> None:
+    quantities: ClassVar[Sequence[str]]
+    """What is measured in every split, by name (`runs.metrics.QUANTITIES`); a record holds it as `<split>/<name>`."""
+
+    selects: ClassVar[str]
+    """Which of them, on the validation split, selects a checkpoint."""
+
+    unit: ClassVar[str] = "images"
+    """What throughput counts: the record's `train_<unit>_per_second`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        train: TrainConfig,
+        seed: int,
+        outputs: int,
+        teacher: nn.Module | None = None,
+        losses: Mapping[str, LossConfig] = MappingProxyType({}),
+    ) -> None:
         super().__init__()
+        if (teacher is not None) != train.distils:
+            given = f"train.distill={train.distill!r}, train.distill_tokens={train.distill_tokens!r}"
+            raise ValueError(f"{given} {'needs a' if teacher is None else 'takes no'} teacher")
         self.model = model
         self.train_config = train
         self.seed = seed
@@ -57,19 +94,142 @@ class RoutedTask(pl.LightningModule):
         self.measured: dict[str, float] = {}
         self.num_examples = 0
         self.routing = RoutingMeter(getattr(model, "routed_layers", ()))
+        self.auxiliary = AuxiliaryLosses(losses if self.routing.layers else {})
+        self.predictions: dict[str, np.ndarray] = {}
+        self._teacher = [] if teacher is None else [teacher.eval().requires_grad_(False)]
+        self._train_totals: Totals = Totals()
+        self._val_totals: Totals = Totals()
+        self._test_batches: list[dict[str, Tensor]] = []
         self._total_steps = 1
         if train.compile:
             # In place: `self.model = torch.compile(model)` would rename every parameter.
             self.model.compile()
+
+    # --- what a run has to ask before there is a model ---
+
+    @classmethod
+    def build_data(cls, config: Config) -> Any:
+        """The data module: loaders for `train`, `val` and `test`; `sizes` and `fingerprint` for the record."""
+        return build_data(config.data, config.train, config.seed, config.runtime)
+
+    @classmethod
+    def outputs(cls, data: Any) -> int:
+        """Outputs of the head."""
+        return int(data.num_classes)
+
+    @classmethod
+    def data_section(cls, config: Config, data: Any) -> dict[str, Any]:
+        """The record's `data` section."""
+        sizes, fingerprint = data.sizes, data.fingerprint
+        return {
+            "name": config.data.name,
+            "num_classes": cls.outputs(data),
+            "sizes": sizes,
+            "fingerprint": fingerprint,
+        }
+
+    # --- what a task is ---
+
+    @abstractmethod
+    def objective(self, batch: Any) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        """Of a training batch the loss, its totals, and by name further terms of the loss, means over the batch.
+
+        The totals hold `examples`, how many `unit`s the batch has, and what `metrics_of` needs.
+        """
+
+    @abstractmethod
+    def examples(self, batch: Any) -> tuple[dict[str, Tensor], Any]:
+        """Of an evaluation batch what is kept of every example, `index` among it, and the trace."""
+
+    @abstractmethod
+    def totals(self, arrays: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Sums over examples, in double precision, of what `examples` gives."""
+
+    @abstractmethod
+    def metrics_of(self, totals: Mapping[str, float]) -> dict[str, float]:
+        """The task's `quantities` from totals over any number of batches."""
+
+    def stored(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The part of the test pass' arrays that is written to predictions.npz."""
+        return arrays
+
+    def cost_shape(self) -> ModelShape:
+        """The shape of the model that is counted; raises ValueError for one that the cost model does not know."""
+        return vision_shape(self.model.get_submodule("backbone"))
 
     @property
     def evaluated(self) -> nn.Module:
         """The module that is validated, tested and kept: the moving average where there is one."""
         return self.model if self.ema is None else self.ema.module
 
-    @abstractmethod
     def running(self) -> dict[str, float]:
         """Training metrics of the epoch so far, for a progress bar."""
+        return self._train_totals.named("train", self.metrics_of)
+
+    def evaluate_model(self, *inputs: Tensor, index: Tensor) -> tuple[Any, Any]:
+        """The evaluated model's output and trace; `index` numbers the examples, for routing noise."""
+        return self.evaluated(*inputs, return_trace=True, sample_ids=index)
+
+    # --- training and evaluation, from the parts above ---
+
+    def on_fit_start(self) -> None:
+        for teacher in self._teacher:
+            teacher.to(self.device)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss, totals, terms = self.objective(batch)
+        with torch.no_grad():
+            self._train_totals.add(totals, {"loss": loss, **{f"loss_{name}": term for name, term in terms.items()}})
+        return loss
+
+    def _close_training_epoch(self) -> None:
+        """Reduce the epoch's totals, before validation meets weights that are not finite."""
+        if self._train_totals.empty:
+            return
+        self._train_totals.reduce(self.trainer.strategy)
+        self.num_examples = int(self._train_totals.count)
+        means = self._train_totals.named("train", self.metrics_of)
+        self.measured |= means
+        if not np.isfinite(means["train/loss"]):
+            raise ValueError(
+                f"the training loss of epoch {self.current_epoch} is {means['train/loss']}: lower"
+                f" train.lr={self.train_config.lr} or set train.clip_grad"
+            )
+
+    def on_validation_epoch_start(self) -> None:
+        self._close_training_epoch()
+        self._val_totals.reset()
+        self.routing.reset()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        arrays, trace = self.examples(batch)
+        self._val_totals.add(self.totals(arrays))
+        self.routing.update(trace)
+
+    def on_validation_epoch_end(self) -> None:
+        if self.trainer.world_size > 1:
+            self.routing.reduce(self.trainer.strategy)
+            self._val_totals.reduce(self.trainer.strategy)
+        self.measured |= self._val_totals.named("val", self.metrics_of)
+
+    def on_test_epoch_start(self) -> None:
+        self.routing.reset()
+        self._test_batches = []
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        arrays, trace = self.examples(batch)
+        self.routing.update(trace)
+        self._test_batches.append({name: values.cpu() for name, values in arrays.items()})
+        return {"trace": trace}
+
+    def on_test_epoch_end(self) -> None:
+        batches, self._test_batches = self._test_batches, []
+        arrays = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+        order = arrays["index"].argsort(stable=True)
+        arrays = {name: values[order] for name, values in arrays.items()}
+        totals = {name: value.item() for name, value in self.totals(arrays).items()}
+        self.measured |= {f"test/{name}": value for name, value in self.metrics_of(totals).items()}
+        self.predictions = self.stored({name: values.numpy() for name, values in arrays.items()})
 
     # --- optimisation ---
 
@@ -95,6 +255,7 @@ class RoutedTask(pl.LightningModule):
         return min(1.0, self.global_step / self._total_steps)
 
     def on_train_epoch_start(self) -> None:
+        self._train_totals.reset()
         if self.train_config.backbone_freeze_epochs:
             # The rate that this epoch begins with: at the end of the one before, the backbone was still held.
             scheduler: Any = self.lr_schedulers()
@@ -107,6 +268,61 @@ class RoutedTask(pl.LightningModule):
             for group in self.trainer.optimizers[0].param_groups:
                 if group["part"] == "backbone":
                     group["lr"] = 0.0
+
+
+class Totals:
+    """Sums over the batches of an epoch, in double precision, so that they are the same however many processes share
+    the examples. They stay on the device until they are asked for.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self._names: list[str] = []
+        self._means: list[str] = []
+        self._sums: Tensor | None = None
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was added."""
+        return self._sums is None
+
+    @property
+    def count(self) -> float:
+        """The total `examples`."""
+        return self._values()["examples"]
+
+    def add(self, totals: Mapping[str, Tensor], means: Mapping[str, Tensor] = MappingProxyType({})) -> None:
+        """Add a batch's totals, and means over its `examples`."""
+        count = totals["examples"]
+        self._names, self._means = list(totals), list(means)
+        values = [*totals.values(), *(mean.detach() * count for mean in means.values())]
+        sums = torch.stack([value.double() if value.device.type != "mps" else value.float() for value in values])
+        self._sums = sums if self._sums is None else self._sums + sums
+
+    def reduce(self, strategy: Any) -> None:
+        """Sum over the processes of a multi-device run."""
+        if self._sums is not None:
+            self._sums = strategy.reduce(self._sums.to(strategy.root_device), reduce_op="sum")
+
+    def named(self, split: str, metrics_of: Any) -> dict[str, float]:
+        """The metrics of a split under their keys in a record; what was added as a mean is one, and wins."""
+        if self._sums is None:
+            return {}
+        values = self._values()
+        means = {name: values[name + _MEAN] / values["examples"] for name in self._means}
+        found = metrics_of({name: value for name, value in values.items() if not name.endswith(_MEAN)})
+        return {f"{split}/{name}": value for name, value in (found | means).items()}
+
+    def _values(self) -> dict[str, float]:
+        assert self._sums is not None
+        names = [*self._names, *(name + _MEAN for name in self._means)]
+        return dict(zip(names, self._sums.tolist(), strict=True))
+
+
+_MEAN = " x examples"
 
 
 class RoutingMeter:

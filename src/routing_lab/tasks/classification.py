@@ -6,86 +6,45 @@ Shape legend: B batch, C classes.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torchmetrics import MeanMetric
+from torch import Tensor
 
-from routing_lab.tasks.auxiliary import AuxiliaryLosses
-from routing_lab.tasks.base import RoutedTask
+from routing_lab.tasks.base import Task
 from routing_lab.tasks.distillation import logit_divergence, token_loss
 
 if TYPE_CHECKING:
-    from routing_lab.config.schema import LossConfig
     from routing_lab.config.training import TrainConfig
 
 Batch = tuple[Tensor, Tensor, Tensor]
 """Images [B, channels, H, W]; classes [B] int64, or probabilities [B, C] when mixed; indices of the examples [B]."""
 
 
-class Classification(RoutedTask):
-    """Trains a routed image classifier.
+MAX_LOGITS = 5_000_000
+"""Examples x classes up to which predictions.npz holds the logits."""
 
-    Args:
-        model: called as `model(images, progress=, step=, sample_ids=)`, returns logits [B, C].
-        train: the recipe.
-        seed: the run's seed.
-        num_classes: C.
-        teacher: dense model to distil from, where the recipe does; it is not part of the state.
-        losses: auxiliary losses, added with their coefficients where the model routes.
 
-    Attributes:
-        predictions: after a test pass, arrays `index, target, prediction, loss, logits`, sorted by index.
+class Classification(Task):
+    """Trains a routed image classifier, called as `model(images, progress=, step=, sample_ids=)` for logits [B, C].
+
+    Kept of every test example: `index, target, prediction, loss, logits`.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        train: TrainConfig,
-        seed: int,
-        num_classes: int,
-        teacher: nn.Module | None = None,
-        losses: Mapping[str, LossConfig] = MappingProxyType({}),
-    ) -> None:
-        super().__init__(model, train, seed)
-        if (teacher is not None) != train.distils:
-            given = f"train.distill={train.distill!r}, train.distill_tokens={train.distill_tokens!r}"
-            raise ValueError(f"{given} {'needs a' if teacher is None else 'takes no'} teacher")
-        self.auxiliary = AuxiliaryLosses(losses if self.routing.layers else {})
-        self._teacher = [] if teacher is None else [teacher.eval().requires_grad_(False)]
-        self.predictions: dict[str, np.ndarray] = {}
-        self._train_sums: Tensor | None = None
-        # Means in double precision are the same however many processes share the examples.
-        self.val_acc, self.val_loss = (MeanMetric().set_dtype(torch.float64) for _ in range(2))
-        self._terms: list[str] = []
-        self._test_batches: list[dict[str, Tensor]] = []
+    quantities = ("loss", "acc")
+    selects = "acc"
 
-    # --- training ---
-
-    def on_fit_start(self) -> None:
-        for teacher in self._teacher:
-            teacher.to(self.device)
-
-    def on_train_epoch_start(self) -> None:
-        super().on_train_epoch_start()
-        self._train_sums = None
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+    def objective(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
         images, target, index = batch
         logits, loss, terms = self._objective(images, target, index)
-        with torch.no_grad():
-            classes = target.argmax(dim=1) if target.is_floating_point() else target
-            correct = (logits.argmax(dim=1) == classes).sum()
-            count = float(len(target))
-            losses = [value.float() * count for value in (loss, *terms.values())]
-            sums = torch.stack([correct.float(), torch.full_like(loss, count).float(), *losses])
-            self._train_sums = sums if self._train_sums is None else self._train_sums + sums
-            self._terms = ["loss", *(f"loss_{name}" for name in terms)]
-        return loss
+        classes = target.argmax(dim=1) if target.is_floating_point() else target
+        totals = {
+            "examples": torch.tensor(float(len(target)), device=loss.device),
+            "correct": (logits.argmax(dim=1) == classes).sum(),
+        }
+        return loss, totals, terms
 
     def _objective(self, images: Tensor, target: Tensor, index: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Logits, the loss, and by name those parts of it that are not the labels' term, without their coefficients."""
@@ -110,72 +69,33 @@ class Classification(RoutedTask):
             loss, terms = loss + added, terms | values
         return logits, loss, terms
 
-    def _close_training_epoch(self) -> None:
-        """Reduce the epoch's sums, before validation meets weights that are not finite."""
-        if self._train_sums is None:
-            return
-        correct, count, *losses = self.trainer.strategy.reduce(self._train_sums, reduce_op="sum").tolist()
-        self.num_examples = int(count)
-        means = {f"train/{name}": total / count for name, total in zip(self._terms, losses, strict=True)}
-        self.measured |= {"train/loss": means["train/loss"], "train/acc": correct / count, **means}
-        loss = means["train/loss"]
-        if not np.isfinite(loss):
-            raise ValueError(
-                f"the training loss of epoch {self.current_epoch} is {loss}: lower train.lr={self.train_config.lr} "
-                f"or set train.clip_grad"
-            )
-
-    def running(self) -> dict[str, float]:
-        """Training loss and accuracy of the epoch so far."""
-        if self._train_sums is None:
-            return {}
-        correct, count, loss, *_ = self._train_sums.tolist()
-        return {"train/loss": loss / count, "train/acc": correct / count}
-
-    # --- evaluation ---
-
-    def on_validation_epoch_start(self) -> None:
-        self._close_training_epoch()
-        self.val_acc.reset()
-        self.val_loss.reset()
-        self.routing.reset()
-
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+    def examples(self, batch: Batch) -> tuple[dict[str, Tensor], Any]:
         images, target, index = batch
-        logits, trace = self.evaluated(images, return_trace=True, sample_ids=index)
-        self.val_acc.update(logits.argmax(dim=1) == target)
-        self.val_loss.update(F.cross_entropy(logits.float(), target, reduction="none"))
-        self.routing.update(trace)
-
-    def on_validation_epoch_end(self) -> None:
-        if self.trainer.world_size > 1:
-            self.routing.reduce(self.trainer.strategy)
-        self.measured |= {"val/loss": self.val_loss.compute().item(), "val/acc": self.val_acc.compute().item()}
-
-    def on_test_epoch_start(self) -> None:
-        self.routing.reset()
-        self._test_batches = []
-
-    def test_step(self, batch: Batch, batch_idx: int) -> Any:
-        images, target, index = batch
-        logits, trace = self.evaluated(images, return_trace=True, sample_ids=index)
+        logits, trace = self.evaluate_model(images, index=index)
         logits = logits.float()
-        self.routing.update(trace)
-        outputs = {
+        arrays = {
             "index": index,
             "target": target,
             "prediction": logits.argmax(dim=1),
             "loss": F.cross_entropy(logits, target, reduction="none"),
             "logits": logits,
         }
-        self._test_batches.append({name: values.cpu() for name, values in outputs.items()})
-        return {"trace": trace}
+        return arrays, trace
 
-    def on_test_epoch_end(self) -> None:
-        batches, self._test_batches = self._test_batches, []
-        arrays = {name: torch.cat([batch[name] for batch in batches]).numpy() for name in batches[0]}
-        order = np.argsort(arrays["index"], kind="stable")
-        self.predictions = {name: values[order] for name, values in arrays.items()}
+    def totals(self, arrays: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        correct = arrays["prediction"] == arrays["target"]
+        return {
+            "examples": torch.tensor(float(len(correct)), device=correct.device),
+            "correct": correct.sum(),
+            "loss": arrays["loss"].double().sum(),
+        }
+
+    def metrics_of(self, totals: Mapping[str, float]) -> dict[str, float]:
+        means = {"acc": totals["correct"] / totals["examples"]}
+        return means | ({"loss": totals["loss"] / totals["examples"]} if "loss" in totals else {})
+
+    def stored(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {name: values for name, values in arrays.items() if name != "logits" or values.size <= MAX_LOGITS}
 
 
 def classification_loss(logits: Tensor, target: Tensor, smoothing: float) -> Tensor:

@@ -7,7 +7,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ from safetensors.torch import save_file
 
 from routing_lab.runs.files import replacing
 from routing_lab.runs.folder import RunFolder
-from routing_lab.tasks.base import RoutedTask
+from routing_lab.runs.metrics import metric
+from routing_lab.tasks.base import Task
 
 LIGHTNING_LOGGERS = ("lightning.pytorch", "lightning.fabric")
 """Names of the loggers that Lightning's remarks go to."""
@@ -39,14 +40,15 @@ class Keeper(Checkpoint):
         folder: the run folder; only the first process of a multi-device run writes to it.
         record: the run's record, written with a heartbeat every epoch.
         run_id: identity stored in the checkpoints, so that a foreign file is not resumed.
-        selection: `best` also keeps the weights with the highest val/acc, the earliest of equals.
+        selection: `best` also keeps the weights that are best by `selects`, the earliest of equals.
+        selects: the validation metric, as `val/acc`.
         report: given the epoch's row of metrics.
 
     Attributes:
         history: one row of metrics per finished epoch.
         warnings: what the run had to warn about, once each.
-        best: epoch and value of the highest val/acc.
-        seconds, images: time and examples of training so far, over all interruptions; validation is not counted.
+        best: epoch and value of the best `selects`.
+        seconds, examples: time and examples of training so far, over all interruptions; validation is not counted.
     """
 
     def __init__(
@@ -55,18 +57,20 @@ class Keeper(Checkpoint):
         record: dict[str, Any],
         run_id: str,
         selection: str,
+        selects: str,
         report: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> None:
         self.folder = folder
         self.record = record
         self.run_id = run_id
         self.selection = selection
+        self.selects = metric(selects)
         self.report = report
         self.history: list[dict[str, Any]] = []
         self.warnings: list[str] = []
-        self.best: dict[str, Any] = {"epoch": None, "val/acc": -math.inf}
+        self.best: dict[str, Any] = {"epoch": None}
         self.seconds = 0.0
-        self.images = 0
+        self.examples = 0
         self._epoch_seconds = 0.0
         self._started = 0.0
 
@@ -79,7 +83,7 @@ class Keeper(Checkpoint):
             "warnings": self.warnings,
             "best": self.best,
             "seconds": self.seconds,
-            "images": self.images,
+            "images": self.examples,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -87,7 +91,7 @@ class Keeper(Checkpoint):
         self.warnings = list(state_dict["warnings"])
         self.best = dict(state_dict["best"])
         self.seconds = state_dict["seconds"]
-        self.images = state_dict["images"]
+        self.examples = state_dict["images"]
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -111,9 +115,9 @@ class Keeper(Checkpoint):
         self._epoch_seconds = time.perf_counter() - self._started
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        assert isinstance(pl_module, RoutedTask)
+        assert isinstance(pl_module, Task)
         self.seconds += self._epoch_seconds
-        self.images += pl_module.num_examples
+        self.examples += pl_module.num_examples
         row: dict[str, Any] = {
             "epoch": trainer.current_epoch,
             "step": trainer.global_step,
@@ -125,9 +129,11 @@ class Keeper(Checkpoint):
         self.history.append(row)
         if not self.warnings:
             self.warnings += [line for line in [small_update_warning(pl_module)] if line]
-        improved = row.get("val/acc", -math.inf) > self.best["val/acc"]
+        key = self.selects.key
+        value = row.get(key, math.nan)
+        improved = self.selects.is_better(value, self.best[key]) if key in self.best else not math.isnan(value)
         if improved:
-            self.best = {"epoch": row["epoch"], "val/acc": row["val/acc"]}
+            self.best = {"epoch": row["epoch"], key: value}
         if improved and self.selection == "best" and trainer.is_global_zero:
             save_weights(pl_module, self.folder.best)
         self._save(trainer)
@@ -155,13 +161,16 @@ class EpochLine:
     Args:
         name: what the line begins with.
         epochs: how many epochs there will be.
+        quantities: what the task measures, by name.
     """
 
     name: str
     epochs: int
+    quantities: Sequence[str]
 
     def __call__(self, row: Mapping[str, Any]) -> None:
-        shown = [f"{key} {row[key]:.4f}" for key in ("train/loss", "train/acc", "val/loss", "val/acc") if key in row]
+        keys = [f"{split}/{name}" for split in ("train", "val") for name in self.quantities]
+        shown = [f"{key} {row[key]:.4f}" for key in keys if key in row]
         epoch = f"{row['epoch'] + 1:>{len(str(self.epochs))}}/{self.epochs}"
         print(f"{self.name}  epoch {epoch}  {'  '.join(shown)}  {row['seconds']:.1f} s", flush=True)
 
@@ -173,7 +182,7 @@ class Bar(RichProgressBar):
         super().__init__(leave=False)
 
     def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
-        assert isinstance(pl_module, RoutedTask)
+        assert isinstance(pl_module, Task)
         metrics = pl_module.measured | pl_module.running()
         return {key: f"{value:.4f}" for key, value in metrics.items()}
 
@@ -187,7 +196,7 @@ def silence_lightning() -> None:
     warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)")
 
 
-def small_update_warning(task: RoutedTask) -> str | None:
+def small_update_warning(task: Task) -> str | None:
     """A line about routed layers whose multiplier leaves almost nothing of the update; None where there are none."""
     small = {layer: ratio for layer, ratio in task.routing.update_ratio().items() if ratio < SMALL_UPDATE}
     if not small:
@@ -199,7 +208,7 @@ def small_update_warning(task: RoutedTask) -> str | None:
     )
 
 
-def save_weights(task: RoutedTask, path: Path) -> None:
+def save_weights(task: Task, path: Path) -> None:
     """Write the evaluated weights under the dense model's names (and `router.*`) as safetensors, atomically."""
     state = {name: value.detach().cpu().contiguous().clone() for name, value in task.evaluated.state_dict().items()}
     with replacing(path) as temporary:

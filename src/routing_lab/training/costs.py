@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from routing_lab.config.nominal import layer_tokens, nominal_counts, routing_rules
 from routing_lab.cost.macs import block_macs, dense_macs, routed_macs
-from routing_lab.cost.measure import WorkMeter, parameter_counts, vision_shape
+from routing_lab.cost.measure import WorkMeter, parameter_counts
 
 if TYPE_CHECKING:
     from routing_lab.config import Config
+    from routing_lab.cost.macs import ModelShape
 
 
 class CostMeter:
@@ -22,13 +23,14 @@ class CostMeter:
     Args:
         model: the routed model.
         config: the run's configuration.
+        shape: of the model, as the task says.
     """
 
-    def __init__(self, model: Any, config: Config) -> None:
+    def __init__(self, model: Any, config: Config, shape: ModelShape) -> None:
         self._model = model
         self._config = config
-        self._shape = vision_shape(self._model.backbone)
-        self.work = WorkMeter(self._shape.depth)
+        self._shape = shape
+        self.work = WorkMeter(shape.depth)
 
     def section(self) -> dict[str, Any]:
         """Parameters and multiply-accumulates.

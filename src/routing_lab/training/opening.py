@@ -11,10 +11,11 @@ from safetensors.torch import load_file
 
 from routing_lab.assembly import build_model
 from routing_lab.config import Config, check
-from routing_lab.data import VisionData, build_data
+from routing_lab.config.checks import locate
 from routing_lab.routing.model import RoutedModel
 from routing_lab.runs.folder import RunFolder
 from routing_lab.runs.records import read_record
+from routing_lab.tasks.base import Task
 
 
 class OpenedRun(NamedTuple):
@@ -24,7 +25,7 @@ class OpenedRun(NamedTuple):
 
     config: Config
     model: RoutedModel
-    data: VisionData
+    data: Any
     record: dict[str, Any]
 
 
@@ -49,8 +50,9 @@ def open_run(folder: str | Path) -> OpenedRun:
     composed = OmegaConf.load(run.config)
     assert isinstance(composed, DictConfig)
     config = check(composed).config
-    data = build_data(config.data, config.train, config.seed, config.runtime)
-    model = build_model(config, data.num_classes)
+    task: type[Task] = locate(config.task.class_path)
+    data = task.build_data(config)
+    model = build_model(config, task.outputs(data))
     if not run.final.is_file():
         raise ValueError(f"{run.final}: there are no weights (status of the run: {record['status']})")
     try:

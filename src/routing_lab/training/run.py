@@ -14,22 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from routing_lab.assembly import build_model
 from routing_lab.config import Config, Loaded, check, identity, load, run_folder, run_name
+from routing_lab.config.checks import locate
 from routing_lab.config.isoflop import full_size
 from routing_lab.config.problems import Problem
 from routing_lab.config.training import TrainConfig
-from routing_lab.data import VisionData, build_data
 from routing_lab.data.state import WAYS_ON, changed_inputs, data_state
 from routing_lab.runs.folder import RunFolder
 from routing_lab.runs.records import FAILED, FINISHED, INTERRUPTED, is_finished, new_record
-from routing_lab.tasks.base import check_optimizer
-from routing_lab.tasks.classification import Classification
+from routing_lab.tasks.base import Task, check_optimizer
 from routing_lab.training.callbacks import (
     LIGHTNING_LOGGERS,
     Bar,
@@ -46,9 +44,6 @@ from routing_lab.training.initialisation import initialise
 from routing_lab.training.signals import Stopped, stoppable
 from routing_lab.training.tracking import mirror
 from routing_lab.training.weights import load_weights, read_weights
-
-MAX_LOGITS = 5_000_000
-"""Examples x classes up to which predictions.npz holds the logits."""
 
 SHARED_WIDTH = 128
 """Backbones narrower than this run on one thread: their operations are too short to be shared out, and threads that
@@ -162,13 +157,10 @@ def _train_and_test(
     group: str | None,
 ) -> dict[str, Any]:
     check_optimizer(config.train.optimizer)
-    data = build_data(config.data, config.train, config.seed, config.runtime)
-    seen: dict[str, Any] = {
-        "name": config.data.name,
-        "num_classes": data.num_classes,
-        "sizes": data.sizes,
-        "fingerprint": data.fingerprint,
-    }
+    task_class: type[Task] = locate(config.task.class_path)
+    data = task_class.build_data(config)
+    outputs = task_class.outputs(data)
+    seen = task_class.data_section(config, data)
     files = data_state(config.data, full=config.runtime.verify == "content")
     _check_same("data", record["data"].get("fingerprint"), seen["fingerprint"])
     record["data"] = seen | ({} if files is None else {"files": files})
@@ -176,25 +168,25 @@ def _train_and_test(
     from_dense_run = config.train.distils and config.train.distill_teacher == "dense"
     if config.init.kind == "dense" or from_dense_run:
         dense = _dense_weights(dense_cell(config, resolved), command, group)
-    model, init, found = initialise(config, data.num_classes, dense)
+    model, init, found = initialise(config, outputs, dense)
     if init["source"] is not None:
         _check_same("initial weights", record["init"].get("hash"), init["hash"])
     record["init"] = init
     record["warnings"] += found
     teacher: Any = None
     if config.train.distils:
-        teacher = build_model(dense_cell(config, resolved).config, data.num_classes)
+        teacher = build_model(dense_cell(config, resolved).config, outputs)
         if from_dense_run:
             assert dense is not None
             load_weights(teacher, read_weights(dense)[0])
         else:
             teacher.load_state_dict(model.get_submodule("backbone").state_dict())
 
-    task = Classification(model, config.train, config.seed, data.num_classes, teacher, config.losses)
+    task = task_class(model, config.train, config.seed, outputs, teacher, config.losses, **config.task.options)
     keeper = _fit(task, data, folder, config, record)
     if config.train.selection == "best" and keeper.history:
         task.evaluated.load_state_dict(load_file(folder.best))
-    record["metrics"] = _selected_metrics(keeper, config.train.selection)
+    record["metrics"] = _selected_metrics(keeper, config.train.selection, task.quantities)
     record["metrics"] |= _test(task, data, folder, config, record)
     save_weights(task, folder.final)
     measured = keeper.warnings or [line for line in [small_update_warning(task)] if line]
@@ -202,7 +194,7 @@ def _train_and_test(
         record["warnings"] += measured  # the configuration's own check did not foresee it
     record["cost"] |= {
         "train_seconds": keeper.seconds,
-        "train_images_per_second": keeper.images / keeper.seconds if keeper.seconds else None,
+        f"train_{task.unit}_per_second": keeper.examples / keeper.seconds if keeper.seconds else None,
     }
     record["environment"], record["git"] = environment(next(task.parameters()).device), git_state()
     record["status"] = FINISHED
@@ -213,11 +205,11 @@ def _train_and_test(
     return record
 
 
-def _fit(task: Classification, data: VisionData, folder: RunFolder, config: Config, record: dict[str, Any]) -> Keeper:
+def _fit(task: Task, data: Any, folder: RunFolder, config: Config, record: dict[str, Any]) -> Keeper:
     """Train from the newest whole checkpoint, or from the beginning; returns the keeper with the whole history."""
     shown = _progress(config)
-    line = EpochLine(run_name(config), config.train.epochs) if shown == "plain" else None
-    keeper = Keeper(folder, record, record["run_id"], config.train.selection, line)
+    line = EpochLine(run_name(config), config.train.epochs, task.quantities) if shown == "plain" else None
+    keeper = Keeper(folder, record, record["run_id"], config.train.selection, f"val/{task.selects}", line)
     resume, found = resumable(folder, record["run_id"])
     record["warnings"] += found
     for warning in found:
@@ -247,21 +239,16 @@ def _fit(task: Classification, data: VisionData, folder: RunFolder, config: Conf
     return keeper
 
 
-def _test(
-    task: Classification, data: VisionData, folder: RunFolder, config: Config, record: dict[str, Any]
-) -> dict[str, float]:
+def _test(task: Task, data: Any, folder: RunFolder, config: Config, record: dict[str, Any]) -> dict[str, float]:
     """One pass over the test split: predictions, metrics, measured tokens and cost."""
-    meter = CostMeter(task.model, config)
+    meter = CostMeter(task.model, config, task.cost_shape())
     trainer = _trainer(config, callbacks=[_CountTokens(meter)], enable_progress_bar=False, devices=1)
     metrics: dict[str, float] = {}
     if config.train.epochs == 0:
         trainer.validate(task, dataloaders=data.val_dataloader(), verbose=False)
         metrics |= task.measured
     trainer.test(task, dataloaders=data.test_dataloader(), verbose=False)
-    arrays = task.predictions
-    if arrays["logits"].size > MAX_LOGITS:
-        arrays = {name: values for name, values in arrays.items() if name != "logits"}
-    folder.write_predictions(arrays)
+    folder.write_predictions(task.predictions)
     record["routing"] = {
         "routed_layers": task.routing.layers,
         "index_base": 0,
@@ -269,17 +256,15 @@ def _test(
         "update_ratio": task.routing.update_ratio(),
     }
     record["cost"] = meter.section()
-    metrics["test/acc"] = float(np.mean(arrays["prediction"] == arrays["target"]))
-    metrics["test/loss"] = float(np.mean(arrays["loss"], dtype=np.float64))
-    return metrics
+    return metrics | {f"test/{name}": task.measured[f"test/{name}"] for name in task.quantities}
 
 
-def _selected_metrics(keeper: Keeper, selection: str) -> dict[str, float]:
+def _selected_metrics(keeper: Keeper, selection: str, quantities: Sequence[str]) -> dict[str, float]:
     """Metrics of the epoch whose weights are kept."""
     if not keeper.history:
         return {}
     row = keeper.history[-1 if selection == "last" else keeper.best["epoch"]]
-    names = ("train/loss", "train/acc", "val/loss", "val/acc")
+    names = [f"{split}/{name}" for split in ("train", "val") for name in quantities]
     return {"selected_epoch": row["epoch"], **{name: row[name] for name in names}}
 
 

@@ -1,0 +1,30 @@
+"""Keys of a configuration that stand apart: those that do not make a run another one, and those that came later.
+
+Read by the identity of a run and by whatever groups records into arms; nothing is imported but the standard library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+VOLATILE = (
+    *("method", "study", "arm", "name", "rerun", "paths", "wandb", "runtime", "hydra"),
+    *("data.root", "data.download", "data.memory"),
+)
+"""Keys that say where, how fast or why a run is executed, not what is run."""
+
+LATER: Mapping[str, Any] = MappingProxyType(
+    {
+        "placement.active": "both",
+        "data.duplicates": "refuse",
+        "init.entry": None,
+        "task": {"name": "classification", "_target_": "routing_lab.tasks.classification.Classification"},
+    }
+)
+"""Key, or section, that came after the first release -> the value that does what every run did before it.
+
+Such a key counts only where it has another value, so that the runs recorded before it are found again; a configuration
+that was written before it has that value.
+"""
