@@ -338,3 +338,11 @@ class TestOutsideMembers:
             "placement = tail: routes none of the 6 layers; use router=dense for that"
         ]
         assert "did you mean mine? there are amod" in refused("router=mime", config_dir=conf)[0]
+
+
+@pytest.mark.parametrize(("capacity", "said"), [("topk", True), ("percentile", True), ("threshold", False)])
+def test_a_capacity_that_looks_at_later_tokens_says_so_in_a_causal_model(capacity: str, said: bool) -> None:
+    given = ["router=linear", "scaling=none", f"capacity={capacity}"]
+    for causal in (True, False):
+        warnings = load(given, facts=BackboneFacts(4, 32, 4, causal=causal)).warnings
+        assert any(f"capacity={capacity} compares a token's score" in line for line in warnings) is (said and causal)

@@ -68,3 +68,29 @@ def _options(target: Any) -> set[str]:
 def _locate(path: str) -> Any:
     module, _, name = path.rpartition(".")
     return getattr(import_module(module), name)
+
+
+@pytest.mark.parametrize(("axis", "name"), MEMBERS)
+def test_defaults_of_yaml_and_signature_agree(axis: str, name: str) -> None:
+    file = OmegaConf.to_container(OmegaConf.load(conf_path() / axis / f"{name}.yaml"))
+    assert isinstance(file, dict)
+    target = _locate(members.TARGETS[axis][name])
+    for option, default in _defaults(target).items():
+        if option in file:
+            assert _plain(file[option]) == _plain(default), option
+
+
+def _defaults(target: Any) -> dict[str, Any]:
+    functions = (
+        [target] if inspect.isfunction(target) else [c.__init__ for c in target.__mro__ if "__init__" in vars(c)]
+    )
+    found: dict[str, Any] = {}
+    for function in functions:
+        for option, parameter in inspect.signature(function).parameters.items():
+            if parameter.default is not parameter.empty:
+                found.setdefault(option, parameter.default)
+    return found
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, (list, tuple)) else value

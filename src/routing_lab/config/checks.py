@@ -611,6 +611,16 @@ def capacity_routes(
             )
 
 
+def capacity_sees_the_future(capacity: CapacityConfig, router: RouterConfig, facts: BackboneFacts) -> Iterator[str]:
+    """A causal model in which later tokens decide whether a token is kept."""
+    compares = traits_of("capacity", capacity).compares
+    if facts.causal and traits_of("router", router).routes and compares:
+        yield (
+            f"capacity={capacity.name} compares a token's score with those of later ones, which a causal model has "
+            "not seen when it generates; capacity=threshold decides from the token alone"
+        )
+
+
 def warmup_ends(train: TrainConfig) -> Iterator[str]:
     """A learning rate that is still warming up, or a backbone that is still held, when training ends."""
     if train.epochs and train.warmup_epochs >= train.epochs:
@@ -652,6 +662,7 @@ REMARKS: tuple[Callable[..., Iterator[str]], ...] = (
     router_learns,
     keys_without_effect,
     capacity_routes,
+    capacity_sees_the_future,
     losses_change_something,
     warmup_ends,
     about_data,

@@ -97,6 +97,7 @@ class CapacityTraits:
     ragged: samples of one batch may keep different numbers of tokens.
     needs_positive: scores are weights to sample by, which must not be negative.
     relaxes: in training it makes a differentiable decision of the score, whose scale it is told.
+    compares: whether a token is kept depends on the scores of the whole sequence, later tokens' among them.
     """
 
     has_fraction: bool = True
@@ -104,6 +105,7 @@ class CapacityTraits:
     ragged: bool = False
     needs_positive: bool = False
     relaxes: bool = False
+    compares: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,12 +204,12 @@ SCALINGS: Mapping[str, ScalingTraits] = MappingProxyType(
 
 CAPACITIES: Mapping[str, CapacityTraits] = MappingProxyType(
     {
-        "topk": CapacityTraits(),
-        "gumbel": CapacityTraits(ragged=True, relaxes=True),
-        "percentile": CapacityTraits(ragged=True),
+        "topk": CapacityTraits(compares=True),
+        "gumbel": CapacityTraits(ragged=True, relaxes=True, compares=True),
+        "percentile": CapacityTraits(ragged=True, compares=True),
         "threshold": CapacityTraits(has_fraction=False, ragged=True),
         "argmax": CapacityTraits(has_fraction=False, needs_choice=True, ragged=True),
-        "inverse_transform": CapacityTraits(ragged=True, needs_positive=True),
+        "inverse_transform": CapacityTraits(ragged=True, needs_positive=True, compares=True),
     }
 )
 

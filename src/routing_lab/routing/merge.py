@@ -42,7 +42,7 @@ class Merge(Reduction):
         self,
         spec: LayerSpec,
         *,
-        merged: float | Sequence[int] = 8,
+        merged: float | Sequence[int] = 0.066,
         inflect: float = 0.0,
         proportional: bool = True,
     ) -> None:
