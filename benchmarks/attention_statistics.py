@@ -17,6 +17,7 @@ from ratios import arguments, ratios, show
 
 from routing_lab.attention import StatisticsRequest, received_chunked, received_eager
 from routing_lab.backbones import adapt
+from routing_lab.routing.tokens import Positioned
 
 SIZES = ((32, 197), (1, 1024), (1, 4096))
 HEADS, HEAD_WIDTH = 6, 64
@@ -61,12 +62,12 @@ def whole_block(repetitions: int) -> None:
         block = backbone.block(0)
 
         def run(request: StatisticsRequest, block: object = block, x: torch.Tensor = x) -> torch.Tensor:
-            h = x + block.attend_with_statistics(x, None, request)[0]
+            h = x + block.attend_with_statistics(Positioned(x), None, request)[0]
             return h + block.mlp(h)
 
         measured = ratios(
             {
-                "none": lambda block=block, x=x: block.dense(x, None),
+                "none": lambda block=block, x=x: block.dense(Positioned(x), None),
                 "eager": lambda run=run: run(replace(received, eager=True)),
                 "chunked": lambda run=run: run(received),
                 "class row": lambda run=run: run(StatisticsRequest(class_row=True)),

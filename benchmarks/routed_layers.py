@@ -44,7 +44,7 @@ def one_block(batch: int, repetitions: int) -> None:
         state = models[0.5].run_state(tokens)
 
     def layer(model: RoutedModel) -> torch.Tensor:
-        left, _, _ = model.layers["1"](tokens, model._adapter.block(1), context, Maps(), state)
+        left, _, _ = model.layers["1"](tokens, model.adapter.block(1), context, Maps(), state)
         return left.x
 
     def first(kept: int) -> torch.Tensor:

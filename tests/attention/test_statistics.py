@@ -101,12 +101,12 @@ def test_memory_is_linear_in_the_tokens(grad: bool) -> None:
 def test_a_long_sequence_never_holds_a_map() -> None:
     """Statistics of a layer with 1025 tokens: nothing as large as the map of one head is made."""
     backbone = adapt(vit(img_size=64, num_heads=2))
-    x, context = backbone.embed(images(batch=1, size=64))
+    tokens, context = backbone.embed(images(batch=1, size=64))
     with torch.no_grad(), largest_tensor() as seen:
-        backbone.block(0).attend_with_statistics(x, context, StatisticsRequest(received=True))
+        backbone.block(0).attend_with_statistics(tokens.side(), context, StatisticsRequest(received=True))
     assert seen["numel"] < 1025 * 1025
     with torch.no_grad(), largest_tensor() as seen:
-        backbone.block(0).attend_with_statistics(x, context, StatisticsRequest(class_row=True))
+        backbone.block(0).attend_with_statistics(tokens.side(), context, StatisticsRequest(class_row=True))
     assert seen["numel"] <= 1025 * 3 * 32
 
 
@@ -120,9 +120,9 @@ def own_map(backbone: Any, x: Tensor, layer: int = 0) -> Tensor:
 
 def statistics_of(request: StatisticsRequest, options: dict[str, Any] | None = None) -> tuple[Tensor, Any]:
     backbone = adapt(vit(qk_norm=True, reg_tokens=2, **(options or {})).double())
-    x, context = backbone.embed(images(dtype=torch.float64))
-    _, statistics = backbone.block(0).attend_with_statistics(x, context, request)
-    return own_map(backbone, x), statistics
+    tokens, context = backbone.embed(images(dtype=torch.float64))
+    _, statistics = backbone.block(0).attend_with_statistics(tokens.side(), context, request)
+    return own_map(backbone, tokens.x), statistics
 
 
 @pytest.mark.parametrize("eager", [False, True])
@@ -162,7 +162,8 @@ def test_row_means_say_nothing() -> None:
 
 def test_output_does_not_depend_on_statistics() -> None:
     backbone = adapt(vit(qk_norm=True, init_values=0.5))
-    x, context = backbone.embed(images())
+    tokens, context = backbone.embed(images())
+    x = tokens.side()
     block = backbone.block(1)
     with torch.no_grad():
         expected = block.attend(x, context)
@@ -176,7 +177,7 @@ def test_output_does_not_depend_on_statistics() -> None:
         output, random = block.attend_with_statistics(
             x, context, StatisticsRequest(received=True), projection=projection
         )
-        _, trained = block.attend_with_statistics(x, context, StatisticsRequest(received=True))
+        _, trained = block.attend_with_statistics(tokens.side(), context, StatisticsRequest(received=True))
     assert torch.equal(output, expected)
     assert not torch.allclose(random.received, trained.received, atol=1e-3)
     torch.testing.assert_close(random.received.sum(dim=-1), torch.ones(3, 4))
@@ -185,9 +186,9 @@ def test_output_does_not_depend_on_statistics() -> None:
 @pytest.mark.parametrize("detach", [True, False])
 def test_statistics_carry_a_gradient_only_if_asked(detach: bool) -> None:
     backbone = adapt(vit())
-    x, context = backbone.embed(images())
+    tokens, context = backbone.embed(images())
     request = StatisticsRequest(received=True, class_row=True, detach=detach)
-    _, found = backbone.block(0).attend_with_statistics(x, context, request)
+    _, found = backbone.block(0).attend_with_statistics(tokens.side(), context, request)
     assert found.received.requires_grad == found.class_row.requires_grad == (not detach)
     if not detach:
         found.received[..., 3].sum().backward()

@@ -17,6 +17,7 @@ import routing_lab
 from routing_lab.backbones import adapt
 from routing_lab.backbones.build import build_vit
 from routing_lab.routing.members import ROUTERS
+from routing_lab.routing.tokens import Positioned
 
 PARAMETER_FREE = [name for name, traits in ROUTERS.items() if not traits.learned and traits.routes]
 STATIC = {
@@ -33,10 +34,12 @@ def test_projecting_is_attending_to_oneself(name: str) -> None:
     backbone = adapt(vit(init_values=0.5, qk_norm=True).double() if name == "vit" else llama().double())
     inputs = images(dtype=torch.float64) if name == "vit" else token_ids()
     with torch.no_grad():
-        x, context = backbone.embed(inputs)
-        block = backbone.block(1)
+        tokens, context = backbone.embed(inputs)
+        x, block = tokens.x, backbone.block(1)
         own = torch.eye(x.shape[1], dtype=torch.bool).expand(len(x), -1, -1)
-        torch.testing.assert_close(block.project(x), block.attend(x, context, key_mask=own), rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            block.project(x), block.attend(tokens.side(), context, visible=own), rtol=0, atol=1e-12
+        )
 
 
 @pytest.mark.parametrize("name", ["vit", "decoder"])
@@ -44,26 +47,28 @@ def test_attending_to_some_keys_is_masking_the_others(name: str) -> None:
     backbone = adapt(vit(qk_norm=True).double() if name == "vit" else llama().double())
     inputs = images(dtype=torch.float64) if name == "vit" else token_ids()
     with torch.no_grad():
-        x, context = backbone.embed(inputs)
-        block = backbone.block(2)
+        tokens, context = backbone.embed(inputs)
+        x, block = tokens.x, backbone.block(2)
         index = torch.tensor([0, 2, 3, 7, 9]).expand(len(x), 5)
         kept = x[:, index[0]]
-        among = block.attend(kept, context, query_index=index, key_index=index)
+        queries = Positioned(kept, index)
+        among = block.attend(queries, context)
         visible = torch.zeros(x.shape[:2], dtype=torch.bool)
         visible[:, index[0]] = True
-        masked = block.attend(x, context, key_mask=visible.unsqueeze(1) | torch.eye(x.shape[1], dtype=torch.bool))
+        own = torch.eye(x.shape[1], dtype=torch.bool)
+        masked = block.attend(tokens.side(), context, visible=visible.unsqueeze(1) | own)
         torch.testing.assert_close(among, masked[:, index[0]], rtol=0, atol=1e-12)
-        every = block.attend(kept, context, keys=x, query_index=index)
-        torch.testing.assert_close(every, block.attend(x, context)[:, index[0]], rtol=0, atol=1e-12)
+        every = block.attend(queries, context, tokens.side())
+        torch.testing.assert_close(every, block.attend(tokens.side(), context)[:, index[0]], rtol=0, atol=1e-12)
 
 
 def test_block_parts_make_the_block() -> None:
     for backbone, inputs in ((adapt(vit(init_values=0.5)), images()), (adapt(llama()), token_ids())):
         with torch.no_grad():
-            x, context = backbone.embed(inputs)
+            tokens, context = backbone.embed(inputs)
             block = backbone.block(0)
-            h = x + block.attend(x, context)
-            assert torch.equal(h + block.mlp(h), block.dense(x, context))
+            h = tokens.x + block.attend(tokens.side(), context)
+            assert torch.equal(h + block.mlp(h), block.dense(tokens.side(), context))
 
 
 def test_names_of_parameters() -> None:
@@ -160,7 +165,7 @@ def test_other_models_are_refused() -> None:
     with pytest.raises(ValueError, match="ResNet"):
         routing_lab.route(swin)
     eva = vit(attn_layer=AttentionRope)
-    with pytest.raises(ValueError, match="block 0 is a Block with AttentionRope"):
+    with pytest.raises(ValueError, match="block 0 is a Block whose attention is a AttentionRope"):
         routing_lab.route(eva)
 
 

@@ -109,7 +109,7 @@ def check_decoder(case: Case, dtype: torch.dtype) -> None:
             _same_selection(case, part, layer)
             # A norm sums 48 coordinates, each within the bound.
             near((after_attention[layer] - before).norm(dim=-1), "update_norm", layer)
-            near(model._adapter.block(layer).project(before).norm(dim=-1), "bypass_norm", layer)
+            near(model.adapter.block(layer).project(before).norm(dim=-1), "bypass_norm", layer)
             near(after, "x_out", layer, double=False)
     _gradients(case, near, model, ids)
 

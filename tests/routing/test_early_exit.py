@@ -108,7 +108,7 @@ def test_hidden_tokens_reach_nobody() -> None:
     model = routed([*HALTING, "bypass=ponder_masked"], double=True)
     tokens, context = model.embed(images(dtype=torch.float64))
     entering, _ = model.forward_tokens(tokens, context, model.run_state(tokens))
-    layer, block = model.layers["1"], model._adapter.block(1)
+    layer, block = model.layers["1"], model.adapter.block(1)
     hidden = torch.arange(TOKENS) % 3 == 1
     mass = torch.where(hidden, 0.0, 1.0).double().expand(3, TOKENS)
     results = []
@@ -207,7 +207,7 @@ def test_value_attention_and_the_layers_own_map() -> None:
     after = after + block.mlp(block.norm2(after))
     layer = model.layers["2"]
     maps = Maps(own=True, request=layer.router.request())
-    left, part, _ = layer(tokens.with_x(x), model._adapter.block(2), context, maps, model.run_state(tokens))
+    left, part, _ = layer(tokens.with_x(x), model.adapter.block(2), context, maps, model.run_state(tokens))
     for row, kept in enumerate(part.kept):
         kept = kept[kept >= 0]
         torch.testing.assert_close(left.x[row, : len(kept)], after[row, kept], rtol=0, atol=1e-10)

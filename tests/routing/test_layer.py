@@ -102,7 +102,7 @@ def test_who_sees_bypassed_tokens(visibility: str, capacity: str, seen: bool) ->
     with torch.no_grad():
         tokens, context = model.embed(X)
         state = model.run_state(tokens)
-        block = model._adapter.block(1)
+        block = model.adapter.block(1)
         layer = model.layers["1"]
         maps = _no_maps()
         left, part, _ = layer(tokens, block, context, maps, state)

@@ -131,10 +131,10 @@ def own_map_of_kept(layer: int, kept: Tensor) -> Tensor:
 
     backbone = adapt(vit().double())
     with torch.no_grad():
-        x, context = backbone.embed(X)
+        tokens, context = backbone.embed(X)
         for below in range(layer):
-            x = backbone.block(below).dense(x, context)
-        rows = torch.stack([row[index] for row, index in zip(x, kept, strict=True)])
+            tokens = tokens.with_x(backbone.block(below).dense(tokens.side(), context))
+        rows = torch.stack([row[index] for row, index in zip(tokens.x, kept, strict=True)])
         return own_map(backbone, rows, layer).mean(dim=(1, 2))
 
 

@@ -41,8 +41,8 @@ def source_map(x: Tensor, layer: int = 0, **options: Any) -> Tensor:
     with torch.no_grad():
         tokens, context = backbone.embed(x)
         for below in range(layer):
-            tokens = backbone.block(below).dense(tokens, context)
-        return own_map(backbone, tokens, layer)
+            tokens = tokens.with_x(backbone.block(below).dense(tokens.side(), context))
+        return own_map(backbone, tokens.x, layer)
 
 
 def inputs(x: Tensor, training: bool = False, step: int = 0, prefix: int = 1) -> RouterInput:

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 from routing_lab.routing.model import Backbone
 
+FAMILIES = {
+    ("timm", "VisionTransformer"): "vit.VisionTransformerBackbone",
+    ("transformers", "LlamaForCausalLM"): "decoder.LlamaBackbone",
+}
+"""The adapter of each class of models, by package and name, so that a library is imported only where it is used."""
+
 
 def adapt(module: Any) -> Backbone:
-    """The adapter for a model, a timm VisionTransformer or a transformers LlamaForCausalLM.
+    """The adapter for a model.
 
     Raises:
-        ValueError: for any other module, saying what is supported.
+        ValueError: for a model or a kind of block that no adapter is for, saying what is supported.
     """
-    # By name, so that transformers is imported only where it is used.
-    if any(
-        kind.__module__.startswith("transformers.") and kind.__name__ == "LlamaForCausalLM"
-        for kind in type(module).__mro__
-    ):
-        from routing_lab.backbones.decoder import LlamaBackbone
-
-        return LlamaBackbone(module)
-    from routing_lab.backbones.vit import VisionTransformerBackbone
-
-    return VisionTransformerBackbone(module)
+    for kind in type(module).__mro__:
+        family = FAMILIES.get((kind.__module__.split(".")[0], kind.__name__))
+        if family is not None:
+            file, name = family.split(".")
+            backbone: Backbone = getattr(import_module(f"{__name__}.{file}"), name)(module)
+            for layer in range(backbone.depth):
+                backbone.block(layer)
+            return backbone
+    known = [f"a {library} {name}" for library, name in FAMILIES]
+    raise ValueError(f"backbone = {type(module).__name__}: expected {', '.join(known[:-1])} or {known[-1]}")

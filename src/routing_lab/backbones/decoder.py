@@ -1,23 +1,24 @@
 """Adapter for transformers' LlamaForCausalLM: causal attention, rotary positions and grouped queries.
 
-Shape legend: B batch, N tokens, K queries, M keys, H query heads, G key and value heads, d head width, D width.
+Shape legend: B batch, N tokens, H query heads, G key and value heads, d head width, D width.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 from transformers.masking_utils import create_causal_mask
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, apply_rotary_pos_emb
 
-from routing_lab.attention import AttentionStatistics, StatisticsRequest
-from routing_lab.routing.base import Block
+from routing_lab.attention import Kernel
+from routing_lab.backbones.block import Branch, PreNormBlock, additive, called, expect
 from routing_lab.routing.model import Backbone
+from routing_lab.routing.tokens import Positioned, Tokens
 
 
 @dataclass
@@ -33,22 +34,34 @@ class DecoderContext:
     sine: Tensor
     mask: Any
 
+    def angles(self, tokens: Positioned) -> tuple[Tensor, Tensor]:
+        """[B or 1, N, d] cosine and sine at the tokens' own positions."""
+        if tokens.position is None:
+            return self.cosine, self.sine
+        position = tokens.position.clamp_min(0)  # padding stands nowhere
+        return self.cosine[0, position], self.sine[0, position]
+
 
 class LlamaBackbone(Backbone):
     """A transformers LlamaForCausalLM. Inputs are token ids [B, N] without padding; the output is logits [B, N, V]."""
 
+    accepts = LlamaForCausalLM
     causal = True
     prefix: tuple[str, ...] = ()
 
-    def __init__(self, module: LlamaForCausalLM) -> None:
-        self.module: Any = module  # transformers' parts are typed as Tensor | Module
-        config = module.config
-        self.depth = config.num_hidden_layers
-        self.width = config.hidden_size
-        self.heads = config.num_attention_heads
-        self._blocks = [LlamaBlock(layer) for layer in module.model.layers]
+    @property
+    def depth(self) -> int:
+        return len(self.module.model.layers)
 
-    def embed(self, inputs: Tensor) -> tuple[Tensor, DecoderContext]:
+    @property
+    def width(self) -> int:
+        return self.module.config.hidden_size
+
+    @property
+    def heads(self) -> int:
+        return self.module.config.num_attention_heads
+
+    def embed(self, inputs: Tensor) -> tuple[Tokens, DecoderContext]:
         model = self.module.model
         x = model.embed_tokens(inputs)
         positions = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
@@ -56,10 +69,10 @@ class LlamaBackbone(Backbone):
             config=model.config, inputs_embeds=x, attention_mask=None, cache=None, position_ids=positions
         )
         cosine, sine = model.rotary_emb(x, position_ids=positions)
-        return x, DecoderContext(cosine, sine, mask)
+        return Tokens(x), DecoderContext(cosine, sine, mask)
 
     def block(self, layer: int) -> LlamaBlock:
-        return self._blocks[layer]
+        return LlamaBlock(self.module.model.layers[layer], self.width, f"layer {layer}")
 
     def norm(self, x: Tensor) -> Tensor:
         return self.module.model.norm(x)
@@ -68,102 +81,70 @@ class LlamaBackbone(Backbone):
         return self.module.lm_head(self.module.model.norm(x))
 
 
-class LlamaBlock(Block):
+class LlamaBlock(PreNormBlock):
     """View of one Llama decoder layer. A query attends to keys at its own and earlier positions."""
 
-    def __init__(self, module: Any) -> None:
-        self.module: Any = module
-        attention = module.self_attn
-        self.query_key_shape = (
-            attention.q_proj.out_features + attention.k_proj.out_features,
-            attention.q_proj.in_features,
-        )
+    causal = True
 
-    def dense(self, x: Tensor, context: DecoderContext) -> Tensor:
-        return self.module(x, attention_mask=context.mask, position_embeddings=(context.cosine, context.sine))
-
-    def attend(
-        self,
-        queries: Tensor,
-        context: DecoderContext,
-        *,
-        keys: Tensor | None = None,
-        query_index: Tensor | None = None,
-        key_index: Tensor | None = None,
-        key_mask: Tensor | None = None,
-        key_bias: Tensor | None = None,
-    ) -> Tensor:
-        assert key_bias is None  # tokens of a decoder are never merged
-        layer, attention = self.module, self.module.self_attn
-        normed_queries = layer.input_layernorm(queries)
-        if keys is None and query_index is None and key_mask is None:
-            return attention(
-                normed_queries, attention_mask=context.mask, position_embeddings=(context.cosine, context.sine)
-            )[0]
-        normed_keys = normed_queries if keys is None else layer.input_layernorm(keys)
-        query_position = _positions(queries, query_index)
-        key_position = query_position if keys is None else _positions(keys, key_index)
-        allowed = key_position.unsqueeze(1) <= query_position.unsqueeze(2)
-        if key_mask is not None:
-            allowed = allowed & (key_mask if key_mask.dim() == 3 else key_mask.unsqueeze(1))
-            # Rows of padding may be left without a key; their result is discarded, but it must be finite.
-            allowed = allowed | ~allowed.any(dim=-1, keepdim=True)
-        query = _rotate(self._heads(attention.q_proj(normed_queries)), context, query_position)
-        key = _rotate(self._heads(attention.k_proj(normed_keys)), context, key_position)
-        value = self._heads(attention.v_proj(normed_keys))
-        x = F.scaled_dot_product_attention(
-            query,
-            self._repeat(key),
-            self._repeat(value),
-            attn_mask=allowed.unsqueeze(1),
-            dropout_p=attention.attention_dropout if attention.training else 0.0,
-            scale=attention.scaling,
-        )
-        return attention.o_proj(x.transpose(1, 2).flatten(2))
-
-    def attend_with_statistics(
-        self, x: Tensor, context: Any, request: StatisticsRequest, **options: Any
-    ) -> tuple[Tensor, AttentionStatistics]:
-        raise ValueError(_NO_STATISTICS)
-
-    def statistics(
-        self, queries: Tensor, context: Any, request: StatisticsRequest, **options: Any
-    ) -> AttentionStatistics:
-        raise ValueError(_NO_STATISTICS)
-
-    def mlp(self, x: Tensor) -> Tensor:
-        return self.module.mlp(self.module.post_attention_layernorm(x))
-
-    def project(self, x: Tensor) -> Tensor:
+    def __init__(self, module: nn.Module, width: int, name: str) -> None:
+        super().__init__(module, width)
+        expect(self.module, (LlamaDecoderLayer,), name, "routing needs transformers' LlamaDecoderLayer")
         attention = self.module.self_attn
-        value = self._heads(attention.v_proj(self.module.input_layernorm(x)))
-        return attention.o_proj(self._repeat(value).transpose(1, 2).flatten(2))
+        expect(attention, (LlamaAttention,), f"{name}'s attention", "routing needs transformers' LlamaAttention")
+        self.head_dim = attention.head_dim
+        self.heads = attention.config.num_attention_heads
+        self.kv_heads = self.heads // attention.num_key_value_groups
+        self.recomputed = self.recomputed or self.module.gradient_checkpointing
 
-    def weighing(self, policy: Tensor) -> LlamaBlock:
-        raise ValueError("bypass.train = mask: is defined for vision transformers only")
+    def norm(self, x: Tensor, branch: Branch) -> Tensor:
+        return self.module.input_layernorm(x) if branch == "attention" else self.module.post_attention_layernorm(x)
 
-    def hiding(self, mask: Tensor) -> LlamaBlock:
-        raise ValueError("bypass = ponder_masked: is defined for vision transformers only")
+    def query(self, normed: Tensor) -> Tensor:
+        return self._heads(self.module.self_attn.q_proj(normed))
+
+    def key_value(self, normed: Tensor) -> tuple[Tensor, Tensor]:
+        attention = self.module.self_attn
+        return self._heads(attention.k_proj(normed)), self._heads(attention.v_proj(normed))
+
+    def placed(self, x: Tensor, kind: Any, tokens: Positioned, context: DecoderContext) -> Tensor:
+        return apply_rotary_pos_emb(x, x, *context.angles(tokens))[0]
+
+    def output(self, x: Tensor, normed: Tensor) -> Tensor:
+        return self.module.self_attn.o_proj(x)
+
+    def feed_forward(self, normed: Tensor) -> Tensor:
+        return self.module.mlp(normed)
+
+    @property
+    def kernel(self) -> Kernel:
+        attention = self.module.self_attn
+        return Kernel(attention.scaling, attention.attention_dropout if attention.training else 0.0)
+
+    def whole_block(self, tokens: Positioned, context: DecoderContext) -> Tensor | None:
+        if tokens.position is not None:
+            return None
+        # Past the layer's own checkpointing: `recomputed` says it, and the routed model does it.
+        return nn.Module.__call__(
+            self.module, tokens.x, attention_mask=context.mask, position_embeddings=context.angles(tokens)
+        )
+
+    def whole_attention(
+        self, normed: Tensor, tokens: Positioned, mask: Tensor | None, context: DecoderContext
+    ) -> Tensor | None:
+        if mask is None and tokens.position is not None and context.mask is not None:
+            return None
+        if mask is not None and self.module.self_attn.config._attn_implementation != "sdpa":
+            mask = additive(mask, normed.dtype)
+        # Tokens come in the order of their positions, so that a kernel that is causal by itself stays right.
+        return self.module.self_attn(
+            normed,
+            attention_mask=context.mask if mask is None else mask,
+            position_embeddings=context.angles(tokens),
+        )[0]
+
+    def called_attention(self, normed: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+        return called(self.module.self_attn, lambda x: (compute(x), None), normed)[0]
 
     def _heads(self, x: Tensor) -> Tensor:
         """[B, N, heads d] as [B, heads, N, d]."""
-        return x.unflatten(-1, (-1, self.module.self_attn.head_dim)).transpose(1, 2)
-
-    def _repeat(self, x: Tensor) -> Tensor:
-        """[B, G, N, d] repeated for the query heads of each group: [B, H, N, d]."""
-        return x.repeat_interleave(self.module.self_attn.num_key_value_groups, dim=1)
-
-
-_NO_STATISTICS = (
-    "a causal decoder has no attention statistics: attention received counts queries that a token's own position does "
-    "not see; use a router that needs no attention map"
-)
-
-
-def _positions(x: Tensor, index: Tensor | None) -> Tensor:
-    return torch.arange(x.shape[1], device=x.device).unsqueeze(0).expand(x.shape[0], -1) if index is None else index
-
-
-def _rotate(x: Tensor, context: DecoderContext, position: Tensor) -> Tensor:
-    cosine, sine = context.cosine[0, position], context.sine[0, position]
-    return apply_rotary_pos_emb(x, x, cosine, sine)[0]
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)

@@ -9,6 +9,7 @@ Shape legend: B batch, N tokens that entered the layer, K kept tokens, H heads, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from routing_lab.attention import AttentionStatistics, StatisticsRequest
 from routing_lab.routing.members import BypassTraits, CapacityTraits, RouterTraits, ScalingTraits, ScoreScale
 from routing_lab.routing.noise import NoiseSource
-from routing_lab.routing.tokens import Selection, Tokens
+from routing_lab.routing.tokens import Positioned, Selection, Tokens
 from routing_lab.routing.work import Work
 
 
@@ -256,77 +257,55 @@ class Scaling(nn.Module, ABC):
 class Block(ABC):
     """What a backbone adapter offers for one pre-norm block, h = x + a(x), y = h + m(h).
 
-    The adapter's block is a view of the backbone's own modules: it owns no parameters.
+    The adapter's block is a view of the backbone's own modules, made for one forward: it owns no parameters, and what
+    is changed in the backbone has its effect.
 
     Attributes:
-        query_key_shape: shape (2 H d, D) of the joint query and key projection.
+        query_key_shape: shape (query width + key width, D) of the joint query and key projection.
+        recomputed: the backward pass recomputes the block (activation checkpointing).
     """
 
     query_key_shape: tuple[int, int]
+    recomputed: bool = False
 
     @abstractmethod
-    def dense(self, x: Tensor, context: Any) -> Tensor:
+    def dense(self, tokens: Positioned, context: Any) -> Tensor:
         """The untouched block's output [B, N, D]."""
 
     @abstractmethod
     def attend(
-        self,
-        queries: Tensor,
-        context: Any,
-        *,
-        keys: Tensor | None = None,
-        query_index: Tensor | None = None,
-        key_index: Tensor | None = None,
-        key_mask: Tensor | None = None,
-        key_bias: Tensor | None = None,
+        self, queries: Positioned, context: Any, keys: Positioned | None = None, *, visible: Tensor | None = None
     ) -> Tensor:
         """The attention branch a, without the residual.
 
         Args:
             queries: [B, K, D] tokens that attend.
+            context: what the backbone's blocks share in this forward.
             keys: [B, M, D] tokens attended to; None: the queries themselves.
-            query_index: [B, K] and key_index: [B, M], positions in the sequence; None: 0 .. N - 1.
-            key_mask: [B, M] bool or [B, K, M] bool, True where a query may attend.
-            key_bias: [B, M] added to the logits of each key.
+            visible: [B, K, M] bool, True where a query may attend to a valid key; None: to all.
         """
 
     @abstractmethod
     def attend_with_statistics(
-        self,
-        x: Tensor,
-        context: Any,
-        request: StatisticsRequest,
-        *,
-        valid: Tensor | None = None,
-        key_bias: Tensor | None = None,
-        projection: Tensor | None = None,
+        self, tokens: Positioned, context: Any, request: StatisticsRequest, *, projection: Tensor | None = None
     ) -> tuple[Tensor, AttentionStatistics]:
-        """`attend(x, context, key_mask=valid, key_bias=key_bias)` bit by bit, and the requested statistics of its map.
+        """`attend(tokens, context)` bit by bit, and the requested statistics of its map.
 
-        valid: [B, N] bool, False at padding. key_bias: [B, N] added to the logits of each key.
-        projection: [2 H d, D] standard normal; if given, the statistics are those of the map whose queries and keys are
-        projected by it, scaled to the spread of the trained weights (`router.attention=random`).
+        projection: `query_key_shape`, standard normal; if given, the statistics are those of the map whose queries and
+            keys are projected by it, scaled to the spread of the trained weights (`router.attention=random`).
         """
 
     @abstractmethod
     def statistics(
         self,
-        queries: Tensor,
+        queries: Positioned,
         context: Any,
         request: StatisticsRequest,
+        keys: Positioned | None = None,
         *,
-        keys: Tensor | None = None,
-        query_index: Tensor | None = None,
-        key_index: Tensor | None = None,
-        query_valid: Tensor | None = None,
-        key_valid: Tensor | None = None,
-        key_bias: Tensor | None = None,
         projection: Tensor | None = None,
     ) -> AttentionStatistics:
-        """Statistics of the map of `queries` [B, K, D] over `keys` [B, M, D]; None: over the queries themselves.
-
-        query_valid: [B, K], key_valid: [B, M] bool, False at padding. key_bias: [B, M] added to the logits of each key.
-        """
+        """Statistics of the map of queries [B, K, D] over keys [B, M, D]; None: over the queries themselves."""
 
     @abstractmethod
     def mlp(self, x: Tensor) -> Tensor:
@@ -335,6 +314,10 @@ class Block(ABC):
     @abstractmethod
     def project(self, x: Tensor) -> Tensor:
         """x W_V W_O (DTRNet's linear path): the attention branch of a token that attends to itself alone."""
+
+    @abstractmethod
+    def called(self, x: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+        """compute(x), what leaves the layer for the tokens x that enter it, with the forward hooks of the block."""
 
     @abstractmethod
     def weighing(self, policy: Tensor) -> Block:

@@ -5,12 +5,14 @@ Shape legend: B batch, N tokens, K queries, M keys, D width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from routing_lab.attention import AttentionStatistics, StatisticsRequest
 from routing_lab.routing.base import Block
+from routing_lab.routing.tokens import Positioned
 from routing_lab.routing.work import Count, Work
 
 
@@ -30,6 +32,7 @@ class CountedBlock(Block):
         self.valid = valid
         self.key_valid = key_valid
         self.query_key_shape = block.query_key_shape
+        self.recomputed = block.recomputed
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.block, name)
@@ -42,37 +45,38 @@ class CountedBlock(Block):
         """The same block, about to compute what it computes anyway."""
         return CountedBlock(self.block, self.work.repeat(), self.valid, self.key_valid)
 
-    def dense(self, x: Tensor, context: Any) -> Tensor:
-        number = _number(x, self.valid)
+    def dense(self, tokens: Positioned, context: Any) -> Tensor:
+        number = _number(tokens.x, self.valid)
         self.work.add_attention(number, number)
         self.work.mlp += number
-        return self.block.dense(x, context)
+        return self.block.dense(tokens, context)
 
-    def attend(self, queries: Tensor, context: Any, *, keys: Tensor | None = None, **options: Any) -> Tensor:
+    def attend(
+        self, queries: Positioned, context: Any, keys: Positioned | None = None, *, visible: Tensor | None = None
+    ) -> Tensor:
         self.work.add_attention(*self._numbers(queries, keys))
-        return self.block.attend(queries, context, keys=keys, **options)
+        return self.block.attend(queries, context, keys, visible=visible)
 
     def attend_with_statistics(
-        self, x: Tensor, context: Any, request: StatisticsRequest, *, projection: Tensor | None = None, **options: Any
+        self, tokens: Positioned, context: Any, request: StatisticsRequest, *, projection: Tensor | None = None
     ) -> tuple[Tensor, AttentionStatistics]:
-        number = _number(x, self.valid)
+        number = _number(tokens.x, self.valid)
         self.work.add_attention(number, number)
         besides = self.work.repeat()
         besides.map_pairs += _map_pairs(request, number, number)
         if projection is not None:
             besides.queries += number
             besides.keys += number
-        return self.block.attend_with_statistics(x, context, request, projection=projection, **options)
+        return self.block.attend_with_statistics(tokens, context, request, projection=projection)
 
     def statistics(
         self,
-        queries: Tensor,
+        queries: Positioned,
         context: Any,
         request: StatisticsRequest,
+        keys: Positioned | None = None,
         *,
-        keys: Tensor | None = None,
         projection: Tensor | None = None,
-        **options: Any,
     ) -> AttentionStatistics:
         number, key_number = self._numbers(queries, keys)
         self.work.queries += number
@@ -83,7 +87,7 @@ class CountedBlock(Block):
             besides = self.work.repeat()
             besides.queries += number
             besides.keys += key_number
-        return self.block.statistics(queries, context, request, keys=keys, projection=projection, **options)
+        return self.block.statistics(queries, context, request, keys, projection=projection)
 
     def mlp(self, x: Tensor) -> Tensor:
         self.work.mlp += _number(x, self.valid)
@@ -95,15 +99,18 @@ class CountedBlock(Block):
         self.work.outputs += number
         return self.block.project(x)
 
+    def called(self, x: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+        return self.block.called(x, compute)
+
     def weighing(self, policy: Tensor) -> CountedBlock:
         return CountedBlock(self.block.weighing(policy), self.work, self.valid, self.key_valid)
 
     def hiding(self, mask: Tensor) -> CountedBlock:
         return CountedBlock(self.block.hiding(mask), self.work, self.valid, self.key_valid)
 
-    def _numbers(self, queries: Tensor, keys: Tensor | None) -> tuple[Count, Count]:
-        number = _number(queries, self.valid)
-        return number, number if keys is None else _number(keys, self.key_valid)
+    def _numbers(self, queries: Positioned, keys: Positioned | None) -> tuple[Count, Count]:
+        number = _number(queries.x, self.valid)
+        return number, number if keys is None else _number(keys.x, self.key_valid)
 
 
 def _number(x: Tensor, valid: Tensor | None) -> Count:

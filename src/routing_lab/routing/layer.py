@@ -173,13 +173,13 @@ class RoutedLayer(nn.Module):
         if tokens.policy is not None:
             left = self._taken_out(tokens, selection)
             seen = block.weighing(left.policy if left.policy is not None and not self.all_keys else tokens.policy)
-            update = seen.attend(tokens.x, context, key_mask=tokens.valid, key_bias=tokens.key_bias())
+            update = seen.attend(tokens.side(), context)
             y = self._combine(tokens.x, update, gates.kept, block, then_mlp=True)
             return left.with_x(y), _trace(tokens, left, choice), statistics
         if isinstance(self.bypass, Reduction):
             left = self.bypass.reduce(tokens, selection, scores, attention)
             block = block.of(left.valid, tokens.valid)
-            update = self._attend_reduced(tokens, left, block, context)
+            update = block.attend(left.side(), context, tokens.side() if self.all_keys else None)
             y = self._combine(left.x, update, _gate_of_reduced(gates, selection, tokens, left), block, then_mlp=True)
             return left.with_x(y), _trace(tokens, left, choice), statistics
         if isinstance(self.bypass, Masking):
@@ -260,11 +260,11 @@ class RoutedLayer(nn.Module):
         left = self.bypass.hide(tokens, selection)
         kept = selection.mask()
         block = block.hiding(kept)
-        bias = tokens.key_bias()
+        side = left.side()
         if not self.all_keys:
             hidden = HIDDEN_LOGIT * (~kept).to(left.x.dtype)
-            bias = hidden if bias is None else bias + hidden
-        update = block.attend(left.x, context, key_mask=tokens.valid, key_bias=bias)
+            side = replace(side, bias=hidden if side.bias is None else side.bias + hidden)
+        update = block.attend(side, context)
         return left.with_x(self._combine(left.x, update, gates.kept, block, then_mlp=True))
 
     def _route(
@@ -344,63 +344,27 @@ class RoutedLayer(nn.Module):
         self, tokens: Tokens, queries: Tensor, selection: Selection, block: CountedBlock, context: Any, everyone: bool
     ) -> Tensor:
         """The attention branch of `queries`: the kept tokens, or every token (`everyone`)."""
-        x, bias = tokens.x, tokens.key_bias()
-        if self.all_keys or selection.keeps_all:
-            if everyone or selection.keeps_all:
-                return block.attend(queries, context, key_mask=tokens.valid, key_bias=bias)
-            return block.attend(
-                queries, context, keys=x, query_index=selection.index, key_mask=tokens.valid, key_bias=bias
-            )
+        side = tokens.side()
+        if selection.keeps_all or (everyone and self.all_keys):
+            return block.attend(replace(side, x=queries), context)
         if everyone:
             # A token that is not kept sees itself besides, so that no row of the map is empty.
-            own = torch.eye(selection.num_tokens, dtype=torch.bool, device=x.device)
-            return block.attend(queries, context, key_mask=selection.mask().unsqueeze(1) | own, key_bias=bias)
-        index = selection.index
-        return block.attend(
-            queries,
-            context,
-            query_index=index,
-            key_index=index,
-            key_mask=None if selection.valid is None else _never_empty(selection.valid),
-            key_bias=None if bias is None else selection.gather(bias),
-        )
-
-    def _attend_reduced(self, tokens: Tokens, left: Tokens, block: CountedBlock, context: Any) -> Tensor:
-        if self.all_keys:
-            return block.attend(left.x, context, keys=tokens.x, key_mask=tokens.valid, key_bias=tokens.key_bias())
-        return block.attend(left.x, context, key_mask=left.valid, key_bias=left.key_bias())
+            own = torch.eye(selection.num_tokens, dtype=torch.bool, device=queries.device)
+            return block.attend(replace(side, x=queries), context, visible=selection.mask().unsqueeze(1) | own)
+        return block.attend(side.take(selection, queries), context, side if self.all_keys else None)
 
     def _own_statistics(
         self, tokens: Tokens, selection: Selection, block: CountedBlock, context: Any, maps: Maps
     ) -> Statistics:
         """Statistics of this routed layer's map; with visibility=kept it lacks the tokens that were not kept."""
         assert maps.request is not None
-        bias = tokens.key_bias()
-        kept, index = selection.gather(tokens.x), selection.index
+        side = tokens.side()
+        kept = side.take(selection)
         block = block.of(selection.valid, tokens.valid).repeating()
         if self.all_keys:
-            values = block.statistics(
-                kept,
-                context,
-                maps.request,
-                keys=tokens.x,
-                query_index=index,
-                query_valid=selection.valid,
-                key_valid=tokens.valid,
-                key_bias=bias,
-                projection=maps.projection,
-            )
+            values = block.statistics(kept, context, maps.request, side, projection=maps.projection)
             return Statistics(values, None)
-        values = block.statistics(
-            kept,
-            context,
-            maps.request,
-            query_index=index,
-            key_index=index,
-            query_valid=selection.valid,
-            key_bias=None if bias is None else selection.gather(bias),
-            projection=maps.projection,
-        )
+        values = block.statistics(kept, context, maps.request, projection=maps.projection)
         return Statistics(values, None if selection.keeps_all else selection)
 
 
@@ -454,24 +418,14 @@ def attend_all(
 ) -> tuple[Tensor, Statistics | None]:
     """x + a(x) for every token, and the requested statistics of the map."""
     if request is None:
-        update = block.attend(tokens.x, context, key_mask=tokens.valid, key_bias=tokens.key_bias())
-        return tokens.x + update, None
-    update, values = block.attend_with_statistics(
-        tokens.x, context, request, valid=tokens.valid, key_bias=tokens.key_bias(), projection=projection
-    )
+        return tokens.x + block.attend(tokens.side(), context), None
+    update, values = block.attend_with_statistics(tokens.side(), context, request, projection=projection)
     return tokens.x + update, Statistics(values, None)
 
 
 def _statistics(tokens: Tokens, block: CountedBlock, context: Any, maps: Maps) -> AttentionStatistics:
     assert maps.request is not None
-    return block.statistics(
-        tokens.x,
-        context,
-        maps.request,
-        query_valid=tokens.valid,
-        key_bias=tokens.key_bias(),
-        projection=maps.projection,
-    )
+    return block.statistics(tokens.side(), context, maps.request, projection=maps.projection)
 
 
 def _trace(entered: Tokens, left: Tokens, choice: Choice) -> LayerTrace:
@@ -539,8 +493,3 @@ def _filled(name: str, value: Tensor, covered: Selection, policy: str, previous:
 
 def _times(update: Tensor, gate: Tensor | None) -> Tensor:
     return update if gate is None else update * gate.unsqueeze(-1).to(update.dtype)
-
-
-def _never_empty(mask: Tensor) -> Tensor:
-    """Samples without any kept token attend to all keys: their result is discarded, but it must be finite."""
-    return mask | ~mask.any(dim=-1, keepdim=True)

@@ -114,7 +114,7 @@ def bipartite_matching(metric: Tensor, count: int, num_prefix: int = 0, valid: T
 def merge(tokens: Tokens, matching: Matching) -> Tokens:
     """The tokens after the matched ones have joined their targets: x is the mean weighted by `size`, sizes add up.
 
-    A merged token keeps the origin of its target; `source` says everything that it stands for.
+    A merged token keeps the origin and the position of its target; `source` says everything that it stands for.
     """
     x, size = tokens.x, tokens.sizes()
     batch, number, _ = x.shape
@@ -155,6 +155,7 @@ def merge(tokens: Tokens, matching: Matching) -> Tokens:
         x=mean,
         origin=origin if remaining is None else origin.masked_fill(~remaining, -1),
         source=tokens.follow(position),
+        position=taken(tokens.positions(), order),
         size=total,
         valid=remaining,
         mass=None if tokens.mass is None else taken(tokens.mass, order),

@@ -8,10 +8,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from functools import partial
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from routing_lab.attention import AttentionStatistics, StatisticsRequest
 from routing_lab.routing.base import Block, LayerTrace, Reduction, RunState, Trace
@@ -37,27 +39,57 @@ AXIS_MODULES = ("router", "scaling", "capacity", "bypass", "corruption")
 class Backbone(ABC):
     """What routing needs of a model: its tokens, its blocks and its head. An adapter, without parameters of its own.
 
-    Attributes:
+    It keeps nothing but the model: whatever is changed in that has its effect.
+
+    Args:
         module: the adapted model.
-        width, heads, depth: D, H and the number of blocks.
-        prefix: kinds of the prefix tokens in order, for instance ("class", "registers").
+
+    Attributes:
+        accepts: the class of models that the adapter is for.
         causal: a token attends to itself and earlier tokens only.
     """
 
-    module: nn.Module
-    width: int
-    heads: int
-    depth: int
-    prefix: tuple[str, ...]
+    accepts: ClassVar[type[nn.Module]]
     causal: bool
 
+    def __init__(self, module: nn.Module) -> None:
+        if not isinstance(module, self.accepts):
+            raise ValueError(
+                f"backbone = {type(module).__name__}: this model routes a {self.accepts.__name__}; route another kind "
+                "of model anew"
+            )
+        self.module: Any = module  # parts of outside models are typed as Tensor | Module
+
+    @property
     @abstractmethod
-    def embed(self, inputs: Tensor) -> tuple[Tensor, Any]:
+    def depth(self) -> int:
+        """Number of blocks."""
+
+    @property
+    @abstractmethod
+    def width(self) -> int:
+        """D, width of the residual stream."""
+
+    @property
+    @abstractmethod
+    def heads(self) -> int:
+        """H, number of query heads."""
+
+    @property
+    @abstractmethod
+    def prefix(self) -> tuple[str, ...]:
+        """Kinds of the prefix tokens in order, for instance ("class", "registers")."""
+
+    @abstractmethod
+    def embed(self, inputs: Tensor) -> tuple[Tokens, Any]:
         """The tokens [B, N, D] that enter the first block, and what all blocks share in this forward."""
 
     @abstractmethod
     def block(self, layer: int) -> Block:
-        """The block with this zero-based index."""
+        """The block with this zero-based index, as it is now.
+
+        Raises ValueError for a kind of block that routing is not defined for, naming it.
+        """
 
     @abstractmethod
     def norm(self, x: Tensor) -> Tensor:
@@ -115,7 +147,7 @@ class RoutedModel(nn.Module):
         self.request = request
         self.fill = fill
         self.active = active
-        self._adapter = backbone
+        self._family = type(backbone)
         self.random_attention = random_attention is not None
         if random_attention is not None:
             for source in set(self.sources.values()):
@@ -159,18 +191,17 @@ class RoutedModel(nn.Module):
             found.append(trace)
         if return_tokens:
             tokens = tokens.restored()
-            found.append(tokens.with_x(self._adapter.norm(tokens.x)))
+            found.append(tokens.with_x(self.adapter.norm(tokens.x)))
         return found[0] if len(found) == 1 else tuple(found)
 
     def embed(self, inputs: Tensor) -> tuple[Tokens, Any]:
         """The tokens that enter the first layer, and the backbone's context for `forward_tokens`."""
-        x, context = self._adapter.embed(inputs)
-        return Tokens(x, num_prefix=len(self._adapter.prefix)), context
+        return self.adapter.embed(inputs)
 
     def head(self, tokens: Tokens) -> Any:
         """The backbone's output from the tokens that left the last layer, and those that halted before."""
         tokens = tokens.restored()
-        return self._adapter.head(tokens.x, tokens.valid if tokens.policy is None else tokens.policy)
+        return self.adapter.head(tokens.x, tokens.valid if tokens.policy is None else tokens.policy)
 
     def run_state(
         self,
@@ -209,34 +240,22 @@ class RoutedModel(nn.Module):
         if routed and state.training and self.hides:
             dtype = torch.promote_types(tokens.x.dtype, torch.float32)
             tokens = replace(tokens, policy=tokens.x.new_ones(tokens.x.shape[:2], dtype=dtype))
-        for index in range(self._adapter.depth):
-            block = self._adapter.block(index)
+        adapter = self.adapter
+        for index in range(adapter.depth):
+            block = adapter.block(index)
             if tokens.policy is not None:
                 block = block.weighing(tokens.policy)
             request = self.request if index in last_use else None
             projection = getattr(self, f"random_projection_{index}") if request and self.random_attention else None
             entered = tokens
-            statistics: Statistics | None = None
-            part: LayerTrace | None
-            if index in routed:
-                layer = self.layers[str(index)]
-                source = self.sources.get(index)
-                if isinstance(layer.bypass, Reduction):
-                    needed = layer.bypass.request()
-                    request = needed if request is None else request.joined(needed)
-                known = Maps(None if source is None else maps.get(source), source == index, request, projection)
-                edit = edits.get(index) if edits else None
-                tokens, part, statistics = layer(tokens, block, context, known, state, edit)
+            source = self.sources.get(index)
+            known = Maps(None if source is None else maps.get(source), source == index, request, projection)
+            common = (index, index in routed, block, context, known, state, edits, traced)
+            if block.recomputed and torch.is_grad_enabled():
+                step = partial(self._layer, *common)
+                tokens, part, statistics = checkpoint(step, tokens, use_reentrant=False)
             else:
-                work = Work()
-                if traced:
-                    block = CountedBlock(block, work, tokens.valid)
-                if request is None and tokens.valid is None and tokens.key_bias() is None:
-                    tokens = tokens.with_x(block.dense(tokens.x, context))
-                else:
-                    h, statistics = attend_all(tokens, block, context, request, projection)
-                    tokens = tokens.with_x(h + block.mlp(h))
-                part = _dense_trace(entered, tokens, work) if traced else None
+                tokens, part, statistics = self._layer(*common, tokens)
             if statistics is not None:
                 maps[index] = latest = statistics.filled(self.fill, latest)
             if tokens.source is not entered.source:
@@ -247,6 +266,51 @@ class RoutedModel(nn.Module):
             if traced and part is not None:
                 trace.layers.append(part)
         return tokens, trace
+
+    def _layer(
+        self,
+        index: int,
+        routed: bool,
+        block: Block,
+        context: Any,
+        maps: Maps,
+        state: RunState,
+        edits: Mapping[int, SelectionEdit] | None,
+        traced: bool,
+        tokens: Tokens,
+    ) -> tuple[Tokens, LayerTrace | None, Statistics | None]:
+        """One layer: the tokens that leave it, its part of the trace, and the statistics of its map that are wanted."""
+        work = Work()
+        if traced and not routed:
+            block = CountedBlock(block, work, tokens.valid)
+        if not routed and maps.request is None and tokens.valid is None and tokens.key_bias() is None:
+            left = tokens.with_x(block.dense(tokens.side(), context))
+            return left, _dense_trace(tokens, left, work) if traced else None, None
+        found: list[tuple[Tokens, LayerTrace | None, Statistics | None]] = []
+
+        def compute(x: Tensor) -> Tensor:
+            entering = tokens.with_x(x)
+            if routed:
+                layer = self.layers[str(index)]
+                wanted = maps
+                if isinstance(layer.bypass, Reduction):
+                    needed = layer.bypass.request()
+                    wanted = replace(maps, request=needed if maps.request is None else maps.request.joined(needed))
+                found.append(layer(entering, block, context, wanted, state, edits.get(index) if edits else None))
+            else:
+                h, statistics = attend_all(entering, block, context, maps.request, maps.projection)
+                left = entering.with_x(h + block.mlp(h))
+                found.append((left, _dense_trace(entering, left, work) if traced else None, statistics))
+            return found[-1][0].x
+
+        x = block.called(tokens.x, compute)
+        left, part, statistics = found[-1]
+        return left.with_x(x), part, statistics
+
+    @property
+    def adapter(self) -> Backbone:
+        """The adapter of the backbone as it is now."""
+        return self._family(self.backbone)
 
     def is_active(self, training: bool) -> bool:
         """Whether the routed layers route, in training or in evaluation."""
@@ -271,7 +335,7 @@ class RoutedModel(nn.Module):
             layer.execution = execution
 
     def extra_repr(self) -> str:
-        depth = self._adapter.depth
+        depth = self.adapter.depth
         pattern = "-".join("D" if layer in self.routed_layers else "T" for layer in range(depth))
         return f"routed_layers={self.routed_layers} (zero-based), {pattern} (T dense, D routed)"
 

@@ -13,6 +13,40 @@ from torch import Tensor, nn
 from routing_lab.routing.work import Count
 
 
+@dataclass(frozen=True)
+class Positioned:
+    """Tokens as one side of an attention, queries or keys.
+
+    Args:
+        x: [B, N, D], the residual stream.
+        position: [B, N] int64, see `Tokens.position`; None: 0 .. N - 1.
+        valid: [B, N] bool, False at padding; None: all are tokens.
+        bias: [B, N] added to the logits of each as a key; None: zero.
+    """
+
+    x: Tensor
+    position: Tensor | None = None
+    valid: Tensor | None = None
+    bias: Tensor | None = None
+
+    def positions(self) -> Tensor:
+        """[B, N] int64: the position of each token."""
+        if self.position is not None:
+            return self.position
+        return torch.arange(self.x.shape[1], device=self.x.device).expand(self.x.shape[:2])
+
+    def take(self, selection: Selection, x: Tensor | None = None) -> Positioned:
+        """The tokens that a selection keeps, at their own positions; x [B, K, D]: their residual stream, if at hand."""
+        if selection.keeps_all:
+            return self if x is None else replace(self, x=x)
+        return Positioned(
+            selection.gather(self.x) if x is None else x,
+            selection.index if self.position is None else selection.gather(self.position),
+            selection.valid,
+            None if self.bias is None else selection.gather(self.bias),
+        )
+
+
 @dataclass
 class Tokens:
     """The token sequence at one depth, and what travels with it.
@@ -24,6 +58,9 @@ class Tokens:
             removed, when token n came from patch n - num_prefix.
         source: [B, N0] int64, for each token that entered the first layer the position of the token that now stands for
             it, -1 where none does; None while no token has been removed.
+        position: [B, N] int64, where each token stood among those that the backbone embedded, which rotary angles,
+            relative positions and causal masks go by; -1 for a token without a place of its own; None while token n
+            stands at n.
         size: [B, N], how many of the first tokens each token stands for; None while each stands for itself.
         valid: [B, N] bool, False at padding, where samples have different numbers of tokens; None when all have N.
         proportional: attention weighs keys by `size` (ToMe).
@@ -38,6 +75,7 @@ class Tokens:
     num_prefix: int = 0
     origin: Tensor | None = None
     source: Tensor | None = None
+    position: Tensor | None = None
     size: Tensor | None = None
     valid: Tensor | None = None
     proportional: bool = False
@@ -57,6 +95,16 @@ class Tokens:
         batch, tokens, _ = self.x.shape
         index = torch.arange(-self.num_prefix, tokens - self.num_prefix, device=self.x.device)
         return index.clamp_min(-1).expand(batch, tokens)
+
+    def positions(self) -> Tensor:
+        """[B, N] int64: where each token stood among those that the backbone embedded, -1 for none."""
+        if self.position is not None:
+            return self.position
+        return torch.arange(self.x.shape[1], device=self.x.device).expand(self.x.shape[:2])
+
+    def side(self) -> Positioned:
+        """The tokens as queries and keys of an attention."""
+        return Positioned(self.x, self.position, self.valid, self.key_bias())
 
     def sources(self) -> Tensor:
         """[B, N0] int64: for each token that entered the first layer the token that now stands for it, -1 where none
@@ -124,6 +172,7 @@ class Tokens:
             num_prefix=self.num_prefix,
             origin=_padded(selection.gather(self.origins()), valid, -1),
             source=self.follow(position),
+            position=_padded(selection.index if self.position is None else selection.gather(self.position), valid, -1),
             size=None if self.size is None else _padded(selection.gather(self.size), valid, 1),
             valid=valid,
             proportional=self.proportional,
@@ -149,6 +198,7 @@ class Tokens:
             num_prefix=self.num_prefix,
             origin=nn.functional.pad(self.origins(), (0, 1), value=-1),
             source=self.sources().masked_fill(stands_for, last),
+            position=nn.functional.pad(self.positions(), (0, 1), value=-1),
             size=torch.cat([self.sizes(), size.unsqueeze(1).to(self.x.dtype)], dim=1),
             valid=None if present is None else torch.cat([old, present.unsqueeze(1)], dim=1),
             proportional=self.proportional,

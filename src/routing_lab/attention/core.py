@@ -1,0 +1,98 @@
+"""Attention from queries, keys and values, with the statistics of its map where they are wanted.
+
+Shape legend: B batch, H heads, N tokens (queries), M keys, d head width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from routing_lab.attention.policy import policy_softmax
+from routing_lab.attention.statistics import AttentionStatistics, MapRows, StatisticsRequest, attention_statistics
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """How an attention module computes its map.
+
+    Args:
+        scale: multiplier of the logits; None: 1 / sqrt(d).
+        dropout: of the map's entries, 0 in evaluation.
+        fused: through torch's fused kernels, else entry by entry.
+    """
+
+    scale: float | None = None
+    dropout: float = 0.0
+    fused: bool = True
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kernel: Kernel,
+    *,
+    mask: Tensor | None = None,
+    policy: Tensor | None = None,
+) -> Tensor:
+    """softmax(scale * query key^T + mask) value, [B, H, N, d].
+
+    Args:
+        query: [B, H, N, d]; key, value: [B, H, M, d].
+        mask: [B, 1 or H, N, M] boolean, True where a query may attend, or added to the logits.
+        policy: [B, M], weight of each key, see `policy_softmax`; None: all one.
+    """
+    if kernel.fused and policy is None:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, dropout_p=kernel.dropout, scale=kernel.scale
+        )
+    scale = query.shape[-1] ** -0.5 if kernel.scale is None else kernel.scale
+    logits = (query * scale) @ key.transpose(-2, -1)
+    if mask is not None:
+        logits = logits.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else logits + mask
+    weights = logits.softmax(dim=-1) if policy is None else policy_softmax(logits, policy).to(value.dtype)
+    return F.dropout(weights, kernel.dropout) @ value
+
+
+def attention_with_statistics(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kernel: Kernel,
+    request: StatisticsRequest,
+    rows: MapRows,
+    *,
+    mask: Tensor | None = None,
+    policy: Tensor | None = None,
+    other_map: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, AttentionStatistics]:
+    """`attention` to the last bit, and the requested statistics of its map.
+
+    Args:
+        rows: which queries and keys count, and where they stand; says again what `mask` says of padding, of later
+            positions and of biases.
+        other_map: queries and keys [B, H, N, d] whose map the statistics are of instead, while those of keys and values
+            stay those of `key` and `value`.
+    """
+    output = attention(query, key, value, kernel, mask=mask, policy=policy)
+    return output, map_statistics(query, key, value, kernel, request, rows, other_map=other_map)
+
+
+def map_statistics(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kernel: Kernel,
+    request: StatisticsRequest,
+    rows: MapRows,
+    *,
+    other_map: tuple[Tensor, Tensor] | None = None,
+) -> AttentionStatistics:
+    """The statistics of `attention_with_statistics` without its output."""
+    scale = query.shape[-1] ** -0.5 if kernel.scale is None else kernel.scale
+    map_query, map_key = other_map or (query, key)
+    return attention_statistics(map_query, map_key, value, scale, request, rows, trained_key=key)
