@@ -12,6 +12,8 @@ import routing_lab
 COMMANDS = {
     "train": "train one run or a sweep",
     "study": "run the missing cells of a study and compute its verdict",
+    "probe": "measure finished runs: agreement, selection, capacity",
+    "look": "a page that shows what every layer of some runs kept",
     "report": "tables, figures and verdicts from records",
     "dashboard": "the Weights & Biases workspace of a study",
 }

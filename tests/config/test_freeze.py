@@ -66,7 +66,7 @@ def test_the_committed_runs_are_the_cells_of_their_study_finished() -> None:
     for record in records:
         assert identity(record["config"]) == record["run_id"]
         assert Path(record["folder"]).name.endswith(record["run_id"])
-    planned = plan_study(ROOT / "experiments" / "confound_2x2.yaml", [f"paths.runs={COMMITTED / 'runs'}"])
+    planned = plan_study(COMMITTED / "confound_2x2.yaml", [f"paths.runs={COMMITTED / 'runs'}"])
     assert planned.missing() == []
 
 

@@ -23,7 +23,7 @@ from routing_lab.routing.members import AXES, LOSS_TARGETS, LOSSES, TARGETS
 GROUPS = {
     folder.name: sorted(path.stem for path in folder.glob("*.yaml"))
     for folder in sorted(conf_path().iterdir())
-    if folder.is_dir() and folder.name != "hydra"
+    if folder.is_dir() and folder.name not in ("hydra", "probe")  # a probe is no part of a run's configuration
 }
 MEMBERS = [(group, member) for group, names in GROUPS.items() for member in names]
 

@@ -1,0 +1,90 @@
+"""Measure finished runs: `python -m routing_lab.probe RUN... probe=selection [probe.key=value] [sample.count=64]`.
+
+A probe writes what it found into the run's own folder, `<run>/probes/<name>.json` with the arrays behind it in
+`<name>.npz`, and never into the record. The same command again reports; an interrupted one measures what is missing.
+
+Exit codes: 0 every run was measured; 1 a run could not be; 2 the words were refused and nothing was written; 130
+interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from omegaconf import OmegaConf
+
+from routing_lab.config import Composer, ConfigError
+from routing_lab.config.compose import plain
+from routing_lab.config.problems import Problem
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line; leaves through `sys.exit`."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or {"-h", "--help"} & set(words):
+        print(f"{__doc__}\nprobes: {', '.join(Composer(config_name='probe').members('probe'))}")
+        sys.exit(0 if words else 2)
+    overrides = [word for word in words if "=" in word]
+    folders = [Path(word) for word in words if "=" not in word]
+    try:
+        settings = settings_of(overrides)
+        _check_folders(folders)
+        sys.exit(_measure(settings, folders))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted; the same command measures what is missing", file=sys.stderr)
+        sys.exit(130)
+
+
+def settings_of(overrides: Sequence[str]) -> dict[str, Any]:
+    """The settings that the words of a command ask for; raises ConfigError with every problem."""
+    config, problems = Composer(config_name="probe").compose(overrides)
+    values, unresolved = plain(OmegaConf.masked_copy(config, ["probe", "sample", "rerun"]))
+    if problems or unresolved:
+        raise ConfigError([*problems, *unresolved])
+    return values
+
+
+def _check_folders(folders: Sequence[Path]) -> None:
+    problems = [
+        Problem("RUN", str(folder), "is no run folder (it has no run.json)")
+        for folder in folders
+        if not (folder / "run.json").is_file()
+    ]
+    if not folders:
+        problems = [Problem("RUN", None, "at least one run folder is expected, as in probe runs/NAME probe=selection")]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _measure(settings: dict[str, Any], folders: Sequence[Path]) -> int:
+    from routing_lab.probes.opening import build, run_on, table  # torch: only where something is measured
+
+    asked = build(settings)
+    failed = 0
+    for folder in folders:
+        try:
+            content, measured = run_on(asked, folder, progress=_progress)
+        except ValueError as error:
+            print(f"{folder}: {error}", file=sys.stderr)
+            failed = 1
+            continue
+        state = "measured" if measured else "had been measured"
+        print(f"{content['name']}: probe {asked.name} {state} on {content['examples']} examples")
+        print(table(content))
+        print(f"findings: {folder / 'probes' / f'{asked.name}.json'}\n", flush=True)
+    return failed
+
+
+def _progress(done: int, total: int) -> None:
+    if sys.stderr.isatty():
+        print(f"\r{done} of {total} batches", end="\n" if done == total else "", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

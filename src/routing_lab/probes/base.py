@@ -1,0 +1,122 @@
+"""What a probe is: a measurement on a trained or outside model, example by example, and its summary.
+
+A probe of your own is a dataclass with the two methods below, in any module that Python can import, and a YAML file of
+the config group `probe` that names it under `_target_`; its fields are its keys.
+
+Shape legend: B examples, N0 tokens that entered the model, P patches, L layers.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from routing_lab.probes.metrics import mean_interval
+from routing_lab.routing.base import Trace
+from routing_lab.routing.measures import at, positions, ran
+from routing_lab.routing.model import RoutedModel
+
+Arrays = Mapping[str, np.ndarray]
+"""Name -> array whose first axis runs over the examples."""
+
+
+@dataclass(frozen=True)
+class Examples:
+    """A batch of examples as they are evaluated.
+
+    Args:
+        inputs: [B, ...], what the model takes.
+        targets: [B] classes, or [B, N] token ids.
+        index: [B] int64, numbers of the examples in their data set; routing noise belongs to them.
+        masks: [B, P] bool, the patches that decide the class; None where the data set does not know.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    index: Tensor
+    masks: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One number of a probe, with its interval over examples.
+
+    Args:
+        name: what it is.
+        value, low, high: the mean and the ends of its 95 % interval; NaN where there is none.
+        n: examples (or groups of them) that it is made of.
+        layer, head: zero-based, where it belongs to one.
+        chance: what it would be without any knowledge; None where that is not known.
+    """
+
+    name: str
+    value: float
+    low: float = math.nan
+    high: float = math.nan
+    n: int = 0
+    layer: int | None = None
+    head: int | None = None
+    chance: float | None = None
+
+    @property
+    def key(self) -> str:
+        """Name with place: `auc/layer3/head1`."""
+        place = [f"layer{self.layer}"] if self.layer is not None else []
+        return "/".join([self.name, *place, *([f"head{self.head}"] if self.head is not None else [])])
+
+    @classmethod
+    def mean(cls, name: str, values: Any, **place: Any) -> Finding:
+        """The mean over examples with its t interval."""
+        value, low, high, n = mean_interval(np.asarray(values, dtype=np.float64))
+        return cls(name, value, low, high, n, **place)
+
+
+class Probe(ABC):
+    """A measurement: `measure` sees one batch of examples at a time, `summarise` all that was measured.
+
+    What is measured of one example must not depend on the others of its batch: an interrupted probe goes on with the
+    batches that are missing.
+    """
+
+    @abstractmethod
+    def measure(self, model: RoutedModel, examples: Examples) -> dict[str, np.ndarray]:
+        """Arrays with one row an example. The model is in evaluation mode, without gradients."""
+
+    @abstractmethod
+    def summarise(self, arrays: Arrays) -> list[Finding]:
+        """The probe's numbers, from the rows of all examples."""
+
+
+def traced(model: RoutedModel, examples: Examples) -> tuple[Any, Trace]:
+    """The model's output and trace for a batch."""
+    output, trace = model(examples.inputs, return_trace=True, sample_ids=examples.index)
+    return output, trace
+
+
+def patches_of(trace: Trace) -> Tensor:
+    """[N0] bool: which of the tokens that entered the model are patches (or words), and not prefix tokens."""
+    return trace[0].origin[0] >= 0
+
+
+def kept_patches(trace: Trace, layers: Sequence[int]) -> np.ndarray:
+    """[B, layers, P] bool: the patches that each of `layers` ran."""
+    found = ran(trace)[list(layers)][..., patches_of(trace)]
+    return found.transpose(0, 1).cpu().numpy()
+
+
+def patch_scores(trace: Trace, layers: Sequence[int]) -> np.ndarray:
+    """[B, layers, P] float64: the score of each patch where it entered a routed layer, NaN where it was gone."""
+    places = positions(trace)
+    found = []
+    for layer in layers:
+        scores, position = trace[layer].scores, places[layer]
+        assert scores is not None
+        found.append(at(scores.double(), position).masked_fill(position < 0, math.nan)[:, patches_of(trace)])
+    return torch.stack(found, dim=1).cpu().numpy()

@@ -1,0 +1,117 @@
+"""From the settings of a command to a probe, and from run folders to what is probed or shown."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+from torch import Tensor
+
+from routing_lab.config import ConfigError
+from routing_lab.config.checks import UnknownTarget, locate
+from routing_lab.config.problems import Problem
+from routing_lab.probes.base import Examples, Probe
+from routing_lab.probes.pictures import picture, write_page
+from routing_lab.probes.runner import Progress, Sample, Subject, run_probe
+from routing_lab.training.opening import open_run
+
+Split = Literal["train", "val", "test"]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A probe with its options, and the examples it is to be made on."""
+
+    name: str
+    probe: Probe
+    options: Mapping[str, Any]
+    sample: Sample
+    split: Split
+    rerun: bool
+
+
+def build(settings: Mapping[str, Any]) -> Asked:
+    """The probe that checked settings ask for.
+
+    Raises:
+        ConfigError: a class that is not there, or options and sample sizes that are refused; all problems at once.
+    """
+    member = dict(settings["probe"])
+    name, path = member.pop("name"), member.pop("_target_")
+    chosen = dict(settings["sample"])
+    split = chosen.pop("split")
+    problems: list[Problem] = []
+    if split not in ("train", "val", "test"):
+        problems.append(Problem.of("sample.split", split, "expected train, val or test"))
+    try:
+        kind = locate(path)
+    except UnknownTarget as error:
+        raise ConfigError([*problems, Problem.of("probe._target_", path, str(error))]) from None
+    built: dict[str, Any] = {}
+    for section, target, options in (("probe", kind, member), ("sample", Sample, chosen)):
+        try:
+            built[section] = TypeAdapter(target).validate_python(options)
+        except ValidationError as error:
+            problems += [_problem(section, detail) for detail in error.errors(include_url=False)]
+    if problems:
+        raise ConfigError(problems)
+    return Asked(name, built["probe"], member, built["sample"], split, bool(settings["rerun"]))
+
+
+def run_on(asked: Asked, folder: Path, progress: Progress | None = None) -> tuple[dict[str, Any], bool]:
+    """`run_probe` on the model and the data of a finished run; raises ValueError where the run cannot be opened."""
+    run = open_run(folder)
+    masks = None if run.data.masks is None else torch.as_tensor(run.data.masks).flatten(1)
+
+    def examples(index: Tensor) -> Examples:
+        inputs, targets, found = run.data.examples(index)
+        return Examples(inputs, targets, found, None if masks is None else masks[index])
+
+    subject = Subject(
+        run.record["name"], run.record["run_id"], folder, run.model, examples, run.data.split[asked.split]
+    )
+    options = {**asked.options, "split": asked.split}
+    return run_probe(asked.name, asked.probe, options, subject, asked.sample, rerun=asked.rerun, progress=progress)
+
+
+def _problem(section: str, detail: Any) -> Problem:
+    message = detail["msg"].removeprefix("Value error, ")
+    if not detail["loc"]:  # said by the class itself, which names the key and the value
+        return Problem(section, None, message)
+    return Problem.of(".".join([section, *map(str, detail["loc"])]), detail["input"], message)
+
+
+def look(folders: Sequence[Path], out: Path, count: int = 16, seed: int = 0) -> Path:
+    """A page of what finished runs did with the same test images, see `pictures.write_page`.
+
+    Raises:
+        ValueError: a run that cannot be opened, or runs whose data differ.
+    """
+    runs = [open_run(folder) for folder in folders]
+    prints = {run.data.fingerprint for run in runs}
+    if len(prints) > 1:
+        raise ValueError("the runs have different data: one page shows the same images for all of them")
+    data = runs[0].data
+    images, targets, index = data.examples(Sample(count, seed).indices(data.split["test"]))
+    shown = [picture(run.model, Examples(images, targets, index), run.record["name"]) for run in runs]
+    names = [str(name) for name in data.class_names]
+    captions = [f"test image {i}, class {names[c]}" for i, c in zip(index.tolist(), targets.tolist(), strict=True)]
+    title = "What every layer kept: " + ", ".join(item.label for item in shown)
+    return write_page(out, images, shown, title=title, captions=captions, class_names=names)
+
+
+def table(content: Mapping[str, Any]) -> str:
+    """The findings as aligned plain lines: name, value, 95 % interval over examples, chance."""
+    rows = [("finding", "value", "95 % interval", "chance")]
+    for item in content["findings"]:
+        interval = "" if math.isnan(item["low"]) else f"[{item['low']:.4f}, {item['high']:.4f}]"
+        chance = "" if item["chance"] is None else f"{item['chance']:.4f}"
+        rows.append((item["key"], f"{item['value']:.4f}", interval, chance))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join(line.rstrip() for line in lines)

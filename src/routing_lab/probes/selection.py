@@ -1,0 +1,124 @@
+"""How a router chooses: how much, alike in different layers or not, by position or by content, in training as deployed.
+
+Shape legend: B examples, L routed layers, P patches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import cross_entropy
+
+from routing_lab.probes.base import Arrays, Examples, Finding, Probe, kept_patches, patch_scores, traced
+from routing_lab.probes.metrics import jaccard, position_predictability, within
+from routing_lab.routing.model import RoutedModel
+
+
+@dataclass(frozen=True)
+class SelectionBehaviour(Probe):
+    """What the selection looks like over many examples.
+
+    `kept` fraction of the patches by layer, and by class (`kept_of_class_<c>`) and difficulty (`kept_of_easy`,
+    `kept_of_hard`: halves by loss). `overlap`: Jaccard index of one routed layer's choice with the next one's (chance:
+    that of two random choices of the same sizes). `overlap_rank`: Spearman correlation of their scores within an
+    image. `by_position`: how often a patch's position alone tells whether it is kept (chance: the majority guess).
+    `training_agreement`: Jaccard index of the choice in training mode and in evaluation. `dead`: share of the patches
+    that no routed layer keeps. `load_violation`: (largest load of a layer - mean) / mean.
+    """
+
+    def measure(self, model: RoutedModel, examples: Examples) -> dict[str, np.ndarray]:
+        layers = model.routed_layers
+        output, trace = traced(model, examples)
+        model.train()
+        try:
+            _, training = traced(model, examples)
+        finally:
+            model.eval()
+        arrays = {
+            "layer": np.tile(np.array(layers), (len(examples.index), 1)),
+            "kept": kept_patches(trace, layers),
+            "scores": patch_scores(trace, layers),
+            "kept_in_training": kept_patches(training, layers),
+        }
+        if examples.targets.dim() == 1:
+            logits = output.float()
+            arrays["target"] = examples.targets.cpu().numpy()
+            arrays["loss"] = cross_entropy(logits, examples.targets, reduction="none").cpu().numpy()
+        return arrays
+
+    def summarise(self, arrays: Arrays) -> list[Finding]:
+        kept = arrays["kept"]
+        layers = arrays["layer"][0].tolist()
+        fraction = kept.mean(axis=2)
+        findings = [Finding.mean("kept", fraction[:, rank], layer=layer) for rank, layer in enumerate(layers)]
+        for rank, layer in enumerate(layers):
+            by_position, majority = position_predictability(kept[:, rank])
+            findings.append(Finding("by_position", by_position, n=len(kept), layer=layer, chance=majority))
+            agreement = jaccard(kept[:, rank], arrays["kept_in_training"][:, rank])
+            findings.append(Finding.mean("training_agreement", agreement, layer=layer))
+            if rank:
+                a, b = fraction[:, rank - 1].mean(), fraction[:, rank].mean()
+                chance = float(a * b / max(a + b - a * b, 1e-12))
+                overlap = jaccard(kept[:, rank - 1], kept[:, rank])
+                findings.append(Finding.mean("overlap", overlap, layer=layer, chance=chance))
+                ranks = within(arrays["scores"][:, rank - 1], arrays["scores"][:, rank], "spearman")
+                findings.append(Finding.mean("overlap_rank", ranks, layer=layer, chance=0.0))
+        findings.append(Finding.mean("dead", 1 - kept.any(axis=1).mean(axis=1)))
+        load = kept.sum(axis=(0, 2)).astype(np.float64)
+        violation = float((load.max() - load.mean()) / max(load.mean(), 1e-12))
+        findings.append(Finding("load_violation", violation, n=len(kept)))
+        if "loss" in arrays:
+            overall = fraction.mean(axis=1)
+            hard = arrays["loss"] > np.median(arrays["loss"])
+            findings += [Finding.mean("kept_of_easy", overall[~hard]), Finding.mean("kept_of_hard", overall[hard])]
+            for label in np.unique(arrays["target"]).tolist():
+                findings.append(Finding.mean(f"kept_of_class_{label}", overall[arrays["target"] == label]))
+        return findings
+
+
+@dataclass(frozen=True)
+class CapacitySweep(Probe):
+    """Accuracy of one checkpoint at other budgets, without training: `accuracy_at_<f>` and the kept
+    tokens of a routed layer, `tokens_at_<f>`.
+
+    Args:
+        fractions: of the tokens, each in (0, 1].
+    """
+
+    fractions: tuple[float, ...] = (1.0, 0.9, 0.75, 0.5, 0.25, 0.125)
+
+    def __post_init__(self) -> None:
+        wrong = [fraction for fraction in self.fractions if not 0 < fraction <= 1]
+        if wrong or not self.fractions:
+            raise ValueError(f"fractions={list(self.fractions)}: numbers in (0, 1] are expected")
+
+    def measure(self, model: RoutedModel, examples: Examples) -> dict[str, np.ndarray]:
+        layers: list[Any] = list(model.layers.values())
+        capacities = [layer.capacity for layer in layers]
+        if not all(capacity.traits.has_fraction for capacity in capacities):
+            raise ValueError("probe=capacity_sweep needs a capacity with a fraction, such as capacity=topk")
+        trained = [capacity.fraction for capacity in capacities]
+        found: dict[str, np.ndarray] = {}
+        try:
+            for fraction in self.fractions:
+                for capacity in capacities:
+                    capacity.fraction = fraction
+                output, trace = traced(model, examples)
+                correct = output.argmax(dim=-1) == examples.targets
+                found[f"correct_{fraction:g}"] = correct.cpu().numpy()
+                kept = torch.stack([trace[layer].counts for layer in model.routed_layers]).double().mean(dim=0)
+                found[f"kept_{fraction:g}"] = kept.cpu().numpy()
+        finally:
+            for capacity, own in zip(capacities, trained, strict=True):
+                capacity.fraction = own
+        return found
+
+    def summarise(self, arrays: Arrays) -> list[Finding]:
+        return [
+            Finding.mean(f"{name}_at_{fraction:g}", arrays[f"{source}_{fraction:g}"])
+            for name, source in (("accuracy", "correct"), ("tokens", "kept"))
+            for fraction in self.fractions
+        ]
