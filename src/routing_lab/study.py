@@ -6,6 +6,9 @@ that is only ever added to. Cells that have finished are not run again. The miss
 look by look where the study has several, and the verdict is computed from the records. `--plan` lists the cells, their
 state and what they are expected to cost, and runs nothing.
 
+`--pilot` runs every arm under a few seeds set apart, which never count, and tells what the planned seeds can find at
+the spread that it measures, and how long they take; `--plan` tells it again from the pilot's records.
+
 Once a cell has finished, a changed file, other overrides or seeds are refused; `--amend 'why'` lists the change beside
 the verdict, which is then exploratory. In place of the study file its registration may be given, to go on with what
 was registered.
@@ -21,7 +24,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -30,18 +33,23 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from routing_lab.config import Composer, ConfigError, Loaded, check_overrides, identity, run_folder
 from routing_lab.config.problems import Problem
 from routing_lab.data.state import changed_inputs
+from routing_lab.evidence import formatting
+from routing_lab.evidence.pilot import pilot_folder, pilot_key, pilot_lines, read_pilot
 from routing_lab.evidence.power import power_lines
 from routing_lab.evidence.registration import Cell, Plan, append, find_plan, plan_path, read_plan, register
-from routing_lab.evidence.study import Study, StudyError, check_arms, load_study
+from routing_lab.evidence.study import PILOT_SEEDS, Study, StudyError, check_arms, load_study
 from routing_lab.runs.files import write_json
 from routing_lab.runs.folder import RunFolder
-from routing_lab.runs.records import FINISHED, RecordError, read_record
+from routing_lab.runs.records import FINISHED, RecordError, read_record, read_records
 from routing_lab.sweeps import failure, launch_cells
 from routing_lab.train import import_from_here
 from routing_lab.training.environment import git_state
 
 if TYPE_CHECKING:
     from routing_lab.evidence.verdict import StudyResult
+
+NUM_PILOT_SEEDS = 6
+"""Seeds of a pilot, if not told otherwise: the spread is then known to about a third."""
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -56,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     if options.plan:
         print(describe(planned))
         sys.exit(0)
-    sys.exit(run(planned))
+    sys.exit(run_pilot(planned, options.pilot_seeds) if options.pilot else run(planned))
 
 
 @dataclass(frozen=True)
@@ -70,6 +78,8 @@ class PlannedStudy:
         hydra: overrides that concern Hydra itself (launcher, ...).
         runs: folder of the runs.
         composer: finds the configuration files.
+        arms: the checked configuration of each arm.
+        overrides: of every arm, as typed.
     """
 
     plan: Plan
@@ -78,6 +88,8 @@ class PlannedStudy:
     hydra: list[str]
     runs: Path
     composer: Composer
+    arms: Mapping[str, Loaded]
+    overrides: list[str]
 
     def missing(self) -> list[int]:
         """Positions of the cells that have not finished."""
@@ -111,15 +123,8 @@ def plan_study(
     composer = Composer(config_dir)
     loaded = _checked_arms(study, scale, extra, hydra, composer)
     check_arms(study, {arm: arm_loaded.resolved for arm, arm_loaded in loaded.items()})
-    cells, folders, jobs = [], [], []
-    for seed in study.planned_seeds(scale):
-        for arm, arm_loaded in loaded.items():
-            resolved = {**arm_loaded.resolved, "seed": seed}
-            cells.append(Cell(arm, seed, identity(resolved)))
-            folders.append(run_folder(arm_loaded.config.model_copy(update={"seed": seed}), resolved))
-            jobs.append(
-                [*study.overrides(arm, scale, extra), f"study={study.key(scale)}", f"arm={arm}", f"seed={seed}"]
-            )
+    planned_seeds = study.planned_seeds(scale)
+    cells, folders, jobs = _cells(study, scale, planned_seeds, loaded, [*extra, f"study={study.key(scale)}"])
     runs = Path(next(iter(loaded.values())).config.paths.runs)
     before = find_plan(runs, study.name, scale)
     found = _folders_by_run(runs)
@@ -137,7 +142,16 @@ def plan_study(
     # A cell that finished under the identity that its registration names stays that run.
     folders = [found.get(cell.run_id, folder) for cell, folder in zip(plan.cells, folders, strict=True)]
     _check_inputs(study, plan.cells, folders, loaded)
-    return PlannedStudy(plan, folders, jobs, hydra, runs, composer)
+    return PlannedStudy(plan, folders, jobs, hydra, runs, composer, loaded, extra)
+
+
+def pilot_of(planned: PlannedStudy, seeds: Sequence[int]) -> PlannedStudy:
+    """The cells of a study's pilot, in a folder of their own and with seeds that no verdict counts."""
+    study, scale, runs = planned.plan.study, planned.plan.scale, pilot_folder(planned.runs)
+    overrides = [*planned.overrides, f"study={pilot_key(study, scale)}", f"paths.runs={runs}"]
+    cells, folders, jobs = _cells(study, scale, seeds, planned.arms, overrides)
+    plan = Plan(study, scale, tuple(cells))
+    return replace(planned, plan=plan, folders=[runs / folder.name for folder in folders], jobs=jobs, runs=runs)
 
 
 def describe(planned: PlannedStudy) -> str:
@@ -157,8 +171,10 @@ def describe(planned: PlannedStudy) -> str:
     ]
     left = sum(state != FINISHED for state in states)
     seconds = left * settings.seconds_per_cell
-    lines.append(f"{left} cells to run, about {_duration(seconds)} one after the other on {settings.machine}")
-    if settings.spread is not None and plan.study.margin is not None:
+    lines.append(f"{left} cells to run, about {formatting.duration(seconds)} one after the other on {settings.machine}")
+    if seeds := _piloted(planned):
+        lines += ["", *_pilot_lines(pilot_of(planned, seeds)), ""]
+    elif settings.spread is not None and plan.study.margin is not None:
         lines += power_lines(plan.study, plan.scale, settings.spread, settings.spread_from)
     lines += plan.lines() if plan_path(planned.runs, plan.study.name, plan.scale).exists() else []
     return "\n".join(lines + [f"note: {warning}" for warning in plan.study.warnings(plan.scale)])
@@ -186,6 +202,19 @@ def run(planned: PlannedStudy) -> int:
     return code or int(bool(failed))
 
 
+def run_pilot(planned: PlannedStudy, num_seeds: int = NUM_PILOT_SEEDS) -> int:
+    """Run the missing cells of a study's pilot and print what they say; registers nothing. Returns the exit code."""
+    pilot = pilot_of(planned, range(PILOT_SEEDS, PILOT_SEEDS + num_seeds))
+    missing = pilot.missing()
+    finished = len(pilot.folders) - len(missing)
+    print(f"{pilot_key(pilot.plan.study, pilot.plan.scale)}: {finished} of {len(pilot.folders)} cells have finished")
+    code, failed = _launch(pilot, missing) if missing else (0, [])
+    print("", *_pilot_lines(pilot), sep="\n")
+    if failed:
+        print("not finished:", *failed, "The same command runs what is missing.", sep="\n")
+    return code or int(bool(failed))
+
+
 # --- checking ---
 
 
@@ -204,6 +233,20 @@ def _checked_arms(
     if problems:
         raise StudyError(study.name, lines)
     return loaded
+
+
+def _cells(
+    study: Study, scale: str, seeds: Sequence[int], arms: Mapping[str, Loaded], overrides: Sequence[str]
+) -> tuple[list[Cell], list[Path], list[list[str]]]:
+    """Every arm under every seed: the cells, their run folders and their overrides."""
+    cells, folders, jobs = [], [], []
+    for seed in seeds:
+        for arm, loaded in arms.items():
+            resolved = {**loaded.resolved, "seed": seed}
+            cells.append(Cell(arm, seed, identity(resolved)))
+            folders.append(run_folder(loaded.config.model_copy(update={"seed": seed}), resolved))
+            jobs.append([*study.overrides(arm, scale, overrides), f"arm={arm}", f"seed={seed}"])
+    return cells, folders, jobs
 
 
 def _versions() -> dict[str, Any]:
@@ -253,13 +296,23 @@ def _launch(planned: PlannedStudy, missing: Sequence[int]) -> tuple[int, list[st
 def _judge(planned: PlannedStudy) -> StudyResult:
     from routing_lab.evidence.verdict import evaluate
 
-    records = []
-    for folder in planned.folders:
-        try:
-            records.append(read_record(folder))
-        except RecordError:
-            continue
-    return evaluate(planned.plan.study, records, plan=planned.plan)
+    return evaluate(planned.plan.study, _records(planned), plan=planned.plan)
+
+
+def _records(planned: PlannedStudy) -> list[dict[str, Any]]:
+    return [record for folder in planned.folders if (record := RunFolder(folder).read_record()) is not None]
+
+
+def _piloted(planned: PlannedStudy) -> list[int]:
+    """Seeds of the pilot that this study has had."""
+    runs = pilot_folder(planned.runs)
+    key = pilot_key(planned.plan.study, planned.plan.scale)
+    found = read_records(runs) if runs.is_dir() else []
+    return sorted({record["seed"] for record in found if record["study"] == key})
+
+
+def _pilot_lines(pilot: PlannedStudy) -> list[str]:
+    return pilot_lines(read_pilot(pilot.plan, _records(pilot)))
 
 
 def _print_verdict(planned: PlannedStudy, result: StudyResult) -> None:
@@ -301,15 +354,15 @@ def _state(folder: Path) -> str:
         return "missing"
 
 
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
-
-
 def _taken(key: str, overrides: Sequence[str]) -> str | None:
     values = [text.removeprefix(f"{key}=") for text in overrides if text.startswith(f"{key}=")]
     return values[-1] if values else None
+
+
+def _at_least_two(text: str) -> int:
+    if (number := int(text)) < 2:
+        raise argparse.ArgumentTypeError("at least 2 are needed to see a spread")
+    return number
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -324,6 +377,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--plan", action="store_true", help="list the cells, their state and expected cost; run nothing"
+    )
+    parser.add_argument(
+        "--pilot", action="store_true", help="run seeds set apart that never count, and tell what the study can find"
+    )
+    parser.add_argument(
+        "--pilot-seeds",
+        metavar="N",
+        type=_at_least_two,
+        default=NUM_PILOT_SEEDS,
+        help="how many (default: %(default)s)",
     )
     parser.add_argument(
         "--amend", metavar="WHY", default="", help="go on with a study that was changed after cells had finished"

@@ -39,6 +39,15 @@ def interval(low: Any, high: Any, kind: Kind = "number", *, signed: bool = False
     return MISSING if MISSING in ends else f"[{ends[0]}, {ends[1]}]"
 
 
+def duration(seconds: float) -> str:
+    """A time in the unit that suits its length; `MISSING` where it is not known."""
+    if math.isnan(seconds):
+        return MISSING
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
 def value_text(value: Any) -> str:
     """A configuration value in a label: as it is typed on the command line."""
     if value is None:

@@ -8,7 +8,7 @@ is true: signs of twice the margin, and no effect where it asks for equivalence.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -163,19 +163,23 @@ def seeds_for(sd: float, margin: float, alpha: float = 0.05, power: float = 0.9,
     """Seeds with which a difference of twice the margin is shown to have its sign, and one of none to be equivalent,
     each with probability `power`; `most` where more are needed.
     """
-    sign = next(
-        (
-            n
-            for n in range(statistics.MIN_SEEDS, most)
-            if statistics.minimum_detectable_effect(sd, n, alpha=alpha, power=power) <= SIGNS * margin
-        ),
-        most,
+
+    def has_sign(n: int) -> bool:
+        return statistics.minimum_detectable_effect(sd, n, alpha=alpha, power=power) <= SIGNS * margin
+
+    return (
+        _fewest(has_sign, most),
+        _fewest(lambda n: equivalence_power(sd, n, margin, alpha) >= power, most),
     )
+
+
+def _fewest(is_enough: Callable[[int], bool], most: int) -> int:
+    """Smallest number of seeds that is enough, where more are always better; `most` where that is not."""
     low, high = statistics.MIN_SEEDS - 1, most
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if equivalence_power(sd, middle, margin, alpha) >= power else (middle, high)
-    return sign, high
+        low, high = (low, middle) if is_enough(middle) else (middle, high)
+    return high
 
 
 def _noise(rng: np.random.Generator, shape: tuple[int, ...], sd: float, noise: Noise) -> NDArray[np.float64]:

@@ -20,6 +20,7 @@ from routing_lab.evidence import figures, tables
 from routing_lab.evidence.arms import Arm
 from routing_lab.evidence.claims import Claim, claims_table, judge
 from routing_lab.evidence.figures import Drawing, Row
+from routing_lab.evidence.pilot import is_pilot
 from routing_lab.evidence.registration import Plan
 from routing_lab.evidence.study import Study
 from routing_lab.evidence.tables import DEFAULT_METRIC, SweepTable, Table, pairwise_table, sweep_table
@@ -74,6 +75,8 @@ def build_report(
         title: heading of the report.
     """
     plans = list(plans)
+    pilots = [record for record in records if is_pilot(record)]
+    records = [record for record in records if not is_pilot(record)]
     results = [evaluate(plan.study, records, plan=plan) for plan in plans]
     planned = {plan.study.name for plan in plans}
     for study in studies:
@@ -81,7 +84,7 @@ def build_report(
             results += _unplanned(study, records)
     shown = {id(record) for result in results for arm in result.arms.values() for record in arm.cells.values()}
     rest = [record for record in records if id(record) not in shown and record["status"] != "unreadable"]
-    sections = [_summary(records, results)]
+    sections = [_summary(records, results, len(pilots))]
     if claims:
         sections.append(Section("claims", "Claims", tables=(claims_table(judge(claims, results)),)))
     sections += [_study_section(result) for result in results]
@@ -163,10 +166,11 @@ def _runs_csv(records: Sequence[Mapping[str, Any]]) -> str:
     return text.getvalue()
 
 
-def _summary(records: Sequence[Mapping[str, Any]], results: Sequence[StudyResult]) -> Section:
+def _summary(records: Sequence[Mapping[str, Any]], results: Sequence[StudyResult], num_pilots: int) -> Section:
     states = Counter(record["status"] for record in records)
     counts = ", ".join(f"{count} {state}" for state, count in sorted(states.items())) or "none"
     lines = [f"Runs: {len(records)} ({counts})"]
+    lines += [f"Runs of pilots, never counted: {num_pilots}"] if num_pilots else []
     lines += [
         f"Unreadable: {record['name']}: {record['reason']}" for record in records if record["status"] == "unreadable"
     ]

@@ -106,7 +106,7 @@ def evaluate(
     """
     own = study.scale(scale or (plan.scale if plan else _recorded_scale(study, records)))
     arms = study_arms(study, records, scale=scale, plan=plan)
-    looks = _looks(study, own)
+    looks = planned_looks(study, own)
     chosen = _judged(study, arms, looks[0], plan)
     for look in looks:
         if _missing(study, arms, look.seeds, _needed(study)):
@@ -216,7 +216,7 @@ def effects_table(result: StudyResult) -> Table:
         rows.append(
             (
                 effect.name,
-                _role(study, effect.name),
+                role(study, effect.name),
                 "yes" if effect.is_controlled else "no",
                 effect.n,
                 Shown(effect.estimate, effect.kind, is_signed),
@@ -306,7 +306,7 @@ def verdict_record(result: StudyResult) -> dict[str, Any]:
             "detectable": effect.detectable,
             "observed": effect.state_text,
             "predicted": study.hypothesis.predicted.get(name),
-            "read_by": _role(study, name),
+            "read_by": role(study, name),
             "is_controlled": effect.is_controlled,
             "note": effect.refusal or effect.insensitive or effect.note,
         }
@@ -363,18 +363,45 @@ def verdict_record(result: StudyResult) -> dict[str, Any]:
     }
 
 
-def _recorded_scale(study: Study, records: Sequence[Mapping[str, Any]]) -> str:
-    named = {record["study"] for record in records}
-    return next((scale for scale in study.scales if study.key(scale) in named), next(iter(study.scales)))
-
-
-def _looks(study: Study, scale: str) -> list[Look]:
+def planned_looks(study: Study, scale: str) -> list[Look]:
     """The looks of a study with the levels of their tests: alpha over the family, spent over the looks."""
     seeds = study.looks(scale)
     alpha = study.decision.alpha / study.family.size
     sizes = [len(found) for found in seeds]
     levels = zip(sequential.two_sided_levels(sizes, alpha), sequential.one_sided_levels(sizes, alpha), strict=True)
     return [Look(i + 1, len(seeds), seeds[i], Levels(two, one)) for i, (two, one) in enumerate(levels)]
+
+
+def judged_controls(study: Study, effects: Mapping[str, Effect]) -> tuple[Control, ...]:
+    """How each control of a study came out."""
+    found = []
+    for name, least in study.controls.positive.items():
+        effect = effects[name]
+        side = 1 if least > 0 else -1
+        is_out = effect.sign == side and side * (effect.estimate - effect.neutral) >= abs(least)
+        passes = None if effect.state_text == "unknown" else is_out
+        words = {None: "not known", True: "came out", False: "did not come out"}[passes]
+        text = f"Positive control {words}: {describe(effect)}, at least {_size(study, least, name)} expected"
+        found.append(Control(name, True, least, passes, text))
+    for name in study.controls.negative:
+        effect = effects[name]
+        passes = None if effect.state_text == "unknown" else effect.sign == 0
+        words = {None: "not known", True: "did not come out", False: "came out"}[passes]
+        found.append(Control(name, False, 0.0, passes, f"Negative control {words}: {describe(effect)}"))
+    return tuple(found)
+
+
+def role(study: Study, name: str) -> str:
+    """Who reads an effect: the rules, a control, or nobody."""
+    roles = ["rules"] if name in study.read_effects else []
+    roles += ["positive control"] if name in study.controls.positive else []
+    roles += ["negative control"] if name in study.controls.negative else []
+    return ", ".join(roles) or "exploratory"
+
+
+def _recorded_scale(study: Study, records: Sequence[Mapping[str, Any]]) -> str:
+    named = {record["study"] for record in records}
+    return next((scale for scale in study.scales if study.key(scale) in named), next(iter(study.scales)))
 
 
 def _needed(study: Study) -> set[str]:
@@ -394,7 +421,7 @@ def _judged(
         for name, arm in arms.items()
     }
     effects = estimate_effects(study, used, look.levels)
-    controls = _controls(study, effects)
+    controls = judged_controls(study, effects)
     missing = _missing(study, used, look.seeds, _needed(study))
     if missing and len(look.seeds) >= statistics.MIN_SEEDS:
         refused = [f"{name}: {effects[name].refusal}" for name in study.read_effects if effects[name].refusal]
@@ -404,24 +431,6 @@ def _judged(
         verdict = decide(study, effects, controls)
     exploratory = plan.exploratory if plan and verdict.is_complete else ()
     return effects, replace(verdict, exploratory=exploratory), controls, look, used
-
-
-def _controls(study: Study, effects: Mapping[str, Effect]) -> tuple[Control, ...]:
-    found = []
-    for name, least in study.controls.positive.items():
-        effect = effects[name]
-        side = 1 if least > 0 else -1
-        is_out = effect.sign == side and side * (effect.estimate - effect.neutral) >= abs(least)
-        passes = None if effect.state_text == "unknown" else is_out
-        words = {None: "not known", True: "came out", False: "did not come out"}[passes]
-        text = f"Positive control {words}: {describe(effect)}, at least {_size(study, least, name)} expected"
-        found.append(Control(name, True, least, passes, text))
-    for name in study.controls.negative:
-        effect = effects[name]
-        passes = None if effect.state_text == "unknown" else effect.sign == 0
-        words = {None: "not known", True: "did not come out", False: "came out"}[passes]
-        found.append(Control(name, False, 0.0, passes, f"Negative control {words}: {describe(effect)}"))
-    return tuple(found)
 
 
 def _comparison(study: Study, name: str, arms: Mapping[str, Arm], effects: Mapping[str, Effect]) -> Comparison:
@@ -464,13 +473,6 @@ def _design_lines(result: StudyResult) -> list[str]:
     if settings is not None and settings.spread is not None and study.margin is not None:
         lines += power_lines(study, result.plan.scale, settings.spread, settings.spread_from) if result.plan else []
     return lines
-
-
-def _role(study: Study, name: str) -> str:
-    roles = ["rules"] if name in study.read_effects else []
-    roles += ["positive control"] if name in study.controls.positive else []
-    roles += ["negative control"] if name in study.controls.negative else []
-    return ", ".join(roles) or "exploratory"
 
 
 def _size(study: Study, size: float, effect: str = "") -> str:
