@@ -279,13 +279,16 @@ class PreNormBlock(Block):
         return bias.to(dtype) if mask is None else additive(mask, dtype) + bias.to(dtype)
 
     def _rows(self, queries: Positioned, keys: Positioned | None, context: Any) -> MapRows:
-        present = queries.valid if self._policy is None else self._policy.detach() > 0.5
         side = keys or queries
+        present = side.valid
+        if self._policy is not None:
+            weighed = self._policy.detach() > 0.5
+            present = weighed if present is None else weighed & present
         return MapRows(
             query_position=queries.position,
             key_position=side.position,
-            query_valid=present,
-            key_valid=present if keys is None else keys.valid,
+            query_valid=present if keys is None else queries.valid,
+            key_valid=present,
             key_bias=side.bias,
             logit_bias=self.logit_bias(queries, side, context),
             same=keys is None,
@@ -320,14 +323,14 @@ class PreNormBlock(Block):
         """Standard deviation of the trained query and key weights, read from what they do to the unit vectors."""
         with torch.autocast(like.device.type, enabled=False):
             units = torch.eye(like.shape[-1], dtype=like.dtype, device=like.device).unsqueeze(0)
-            origin = torch.zeros_like(units[:, :1])
-            query = self.query(units) - self.query(origin)
-            key = self.key_value(units)[0] - self.key_value(origin)[0]
-        return query.std(), key.std()
+            query, key, _ = self.query_key_value(nn.functional.pad(units, (0, 0, 0, 1)))  # and the origin, for biases
+        return (query[:, :, :-1] - query[:, :, -1:]).std(), (key[:, :, :-1] - key[:, :, -1:]).std()
 
 
 class FusedProjection(PreNormBlock):
     """A block whose attention projects queries, keys and values by one module."""
+
+    projects_together = True
 
     @abstractmethod
     def projections(self, normed: Tensor) -> Tensor:

@@ -540,7 +540,7 @@ def _random_means(
     return means
 
 
-# Beyond, the noncentral F loses its digits, and the textbook sum is all but exact.
+# Beyond, the noncentral F loses its digits: the power is then a mean over the quantiles of the sample variance.
 _EXACT_CRITICAL = 12.0
 
 
@@ -550,13 +550,18 @@ def _detectable_shift(df: int, alpha: float, power: float) -> float:
     from scipy.optimize import brentq
 
     critical = float(special.stdtrit(df, 1 - alpha / 2))
-    if critical > _EXACT_CRITICAL:
-        return critical + float(special.stdtrit(df, power))
+    quantiles = (np.arange(20_000) + 0.5) / 20_000
+    bounds = critical * np.sqrt(special.chdtri(df, quantiles) / df)
 
-    def missing_power(shift: float) -> float:
+    def exact(shift: float) -> float:
         # The square of a noncentral t is a noncentral F, whose upper tail holds both rejection tails.
         below = float(special.ncfdtr(1, df, shift**2, critical**2))
         # Not a number where the shift is so large that nothing is left below the critical value.
         return 1 - (0.0 if math.isnan(below) else below) - power
 
+    def averaged(shift: float) -> float:
+        # Given the sample variance, t is normal.
+        return float((special.ndtr(shift - bounds) + special.ndtr(-shift - bounds)).mean()) - power
+
+    missing_power = averaged if critical > _EXACT_CRITICAL else exact
     return float(brentq(missing_power, 0.0, 4 * (critical + 10), xtol=1e-12, rtol=1e-12))

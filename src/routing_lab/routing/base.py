@@ -262,10 +262,12 @@ class Block(ABC):
 
     Attributes:
         query_key_shape: shape (query width + key width, D) of the joint query and key projection.
+        projects_together: queries, keys and values come from one module, so that whoever wants one computes all.
         recomputed: the backward pass recomputes the block (activation checkpointing).
     """
 
     query_key_shape: tuple[int, int]
+    projects_together: bool = False
     recomputed: bool = False
 
     @abstractmethod

@@ -24,14 +24,25 @@ class CountedBlock(Block):
         work: is added to.
         valid: [B, K] bool, False at padding of the tokens that the block is given; None: they are not padded.
         key_valid: [B, M] bool, the same for keys that are other tokens.
+        repeats: `work` is that of repetitions itself.
     """
 
-    def __init__(self, block: Block, work: Work, valid: Tensor | None = None, key_valid: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        block: Block,
+        work: Work,
+        valid: Tensor | None = None,
+        key_valid: Tensor | None = None,
+        *,
+        repeats: bool = False,
+    ) -> None:
         self.block = block
         self.work = work
         self.valid = valid
         self.key_valid = key_valid
+        self.repeats = repeats
         self.query_key_shape = block.query_key_shape
+        self.projects_together = block.projects_together
         self.recomputed = block.recomputed
 
     def __getattr__(self, name: str) -> Any:
@@ -39,11 +50,11 @@ class CountedBlock(Block):
 
     def of(self, valid: Tensor | None, key_valid: Tensor | None = None) -> CountedBlock:
         """The same block, about to be given other tokens."""
-        return CountedBlock(self.block, self.work, valid, key_valid)
+        return CountedBlock(self.block, self.work, valid, key_valid, repeats=self.repeats)
 
     def repeating(self) -> CountedBlock:
         """The same block, about to compute what it computes anyway."""
-        return CountedBlock(self.block, self.work.repeat(), self.valid, self.key_valid)
+        return CountedBlock(self.block, self._besides(), self.valid, self.key_valid, repeats=True)
 
     def dense(self, tokens: Positioned, context: Any) -> Tensor:
         number = _number(tokens.x, self.valid)
@@ -54,7 +65,10 @@ class CountedBlock(Block):
     def attend(
         self, queries: Positioned, context: Any, keys: Positioned | None = None, *, visible: Tensor | None = None
     ) -> Tensor:
-        self.work.add_attention(*self._numbers(queries, keys))
+        number, key_number = self._numbers(queries, keys)
+        self.work.add_attention(number, key_number)
+        if keys is not None:
+            self._note_rest(keys_and_values_of=number, queries_of=key_number)
         return self.block.attend(queries, context, keys, visible=visible)
 
     def attend_with_statistics(
@@ -62,11 +76,10 @@ class CountedBlock(Block):
     ) -> tuple[Tensor, AttentionStatistics]:
         number = _number(tokens.x, self.valid)
         self.work.add_attention(number, number)
-        besides = self.work.repeat()
+        besides = self._besides()
         besides.map_pairs += _map_pairs(request, number, number)
         if projection is not None:
-            besides.queries += number
-            besides.keys += number
+            self._note_random(tokens, number, number)
         return self.block.attend_with_statistics(tokens, context, request, projection=projection)
 
     def statistics(
@@ -79,14 +92,12 @@ class CountedBlock(Block):
         projection: Tensor | None = None,
     ) -> AttentionStatistics:
         number, key_number = self._numbers(queries, keys)
-        self.work.queries += number
-        self.work.keys += key_number
-        self.work.values += key_number
+        self.work.add_projections(number, key_number)
         self.work.map_pairs += _map_pairs(request, number, key_number)
+        if keys is not None:
+            self._note_rest(keys_and_values_of=number, queries_of=key_number)
         if projection is not None:
-            besides = self.work.repeat()
-            besides.queries += number
-            besides.keys += key_number
+            self._note_random(queries, number, key_number)
         return self.block.statistics(queries, context, request, keys, projection=projection)
 
     def mlp(self, x: Tensor) -> Tensor:
@@ -97,16 +108,35 @@ class CountedBlock(Block):
         number = _number(x, self.valid)
         self.work.values += number
         self.work.outputs += number
+        if self.projects_together:
+            self._besides().queries += number
+            self._besides().keys += number
         return self.block.project(x)
 
     def called(self, x: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
         return self.block.called(x, compute)
 
     def weighing(self, policy: Tensor) -> CountedBlock:
-        return CountedBlock(self.block.weighing(policy), self.work, self.valid, self.key_valid)
+        return CountedBlock(self.block.weighing(policy), self.work, self.valid, self.key_valid, repeats=self.repeats)
 
     def hiding(self, mask: Tensor) -> CountedBlock:
-        return CountedBlock(self.block.hiding(mask), self.work, self.valid, self.key_valid)
+        return CountedBlock(self.block.hiding(mask), self.work, self.valid, self.key_valid, repeats=self.repeats)
+
+    def _besides(self) -> Work:
+        return self.work if self.repeats else self.work.repeat()
+
+    def _note_rest(self, *, keys_and_values_of: Count, queries_of: Count) -> None:
+        """What one module projects besides where queries are of some tokens and keys and values of others."""
+        if self.projects_together:
+            self._besides().add_projections(queries_of, keys_and_values_of)
+
+    def _note_random(self, queries: Positioned, number: Count, key_number: Count) -> None:
+        """Random queries and keys, and the trained projections of unit vectors that they take their spread from."""
+        besides = self._besides()
+        besides.queries += number
+        besides.keys += key_number
+        batch, _, width = queries.x.shape
+        besides.add_projections((width + 1) / batch, (width + 1) / batch)
 
     def _numbers(self, queries: Positioned, keys: Positioned | None) -> tuple[Count, Count]:
         number = _number(queries.x, self.valid)

@@ -144,7 +144,6 @@ class RoutedLayer(nn.Module):
         route = self._route_mlp if self.sublayer == "mlp" else self._route_attention
         work = Work(router=tokens.number())
         left, trace, statistics = route(tokens, CountedBlock(block, work, tokens.valid), context, maps, state, edit)
-        trace.work = work
         halting = self.router.halting(left)
         if halting is not None:
             left, trace.halting = replace(left, mass=left.masses() - halting), halting
@@ -175,16 +174,16 @@ class RoutedLayer(nn.Module):
             seen = block.weighing(left.policy if left.policy is not None and not self.all_keys else tokens.policy)
             update = seen.attend(tokens.side(), context)
             y = self._combine(tokens.x, update, gates.kept, block, then_mlp=True)
-            return left.with_x(y), _trace(tokens, left, choice), statistics
+            return left.with_x(y), _trace(tokens, left, choice, block.work), statistics
         if isinstance(self.bypass, Reduction):
             left = self.bypass.reduce(tokens, selection, scores, attention)
             block = block.of(left.valid, tokens.valid)
             update = block.attend(left.side(), context, tokens.side() if self.all_keys else None)
             y = self._combine(left.x, update, _gate_of_reduced(gates, selection, tokens, left), block, then_mlp=True)
-            return left.with_x(y), _trace(tokens, left, choice), statistics
+            return left.with_x(y), _trace(tokens, left, choice, block.work), statistics
         if isinstance(self.bypass, Masking):
             left = self._nest(self._masked(tokens, selection, gates, block, context), selection)
-            return left, _trace(tokens, left, choice), statistics
+            return left, _trace(tokens, left, choice, block.work), statistics
 
         def attend(x_kept: Tensor, here: CountedBlock, everyone: bool) -> Tensor:
             return self._attend(tokens, x_kept, selection, here, context, everyone)
@@ -195,7 +194,7 @@ class RoutedLayer(nn.Module):
         else:
             y = self._route(tokens.x, selection, gates, attend, block, then_mlp=True)
         left = self._nest(tokens.with_x(y), selection)
-        return left, _trace(tokens, left, choice), statistics
+        return left, _trace(tokens, left, choice, block.work), statistics
 
     def _route_mlp(
         self,
@@ -222,7 +221,7 @@ class RoutedLayer(nn.Module):
         else:
             left = self._nest(seen, selection)
             y = self._route(h, selection, gates, lambda x, here, _: here.mlp(x), block)
-        return left.with_x(y), _trace(seen, left, choice), statistics
+        return left.with_x(y), _trace(seen, left, choice, block.work), statistics
 
     def _choose(
         self, tokens: Tokens, attention: AttentionStatistics | None, state: RunState, edit: SelectionEdit | None
@@ -364,6 +363,8 @@ class RoutedLayer(nn.Module):
         if self.all_keys:
             values = block.statistics(kept, context, maps.request, side, projection=maps.projection)
             return Statistics(values, None)
+        if tokens.policy is not None:
+            block = block.weighing(selection.gather(tokens.policy))
         values = block.statistics(kept, context, maps.request, projection=maps.projection)
         return Statistics(values, None if selection.keeps_all else selection)
 
@@ -428,7 +429,7 @@ def _statistics(tokens: Tokens, block: CountedBlock, context: Any, maps: Maps) -
     return block.statistics(tokens.side(), context, maps.request, projection=maps.projection)
 
 
-def _trace(entered: Tokens, left: Tokens, choice: Choice) -> LayerTrace:
+def _trace(entered: Tokens, left: Tokens, choice: Choice, work: Work) -> LayerTrace:
     selection, gates = choice.selection, choice.gates
     return LayerTrace(
         scores=choice.scores,
@@ -444,6 +445,7 @@ def _trace(entered: Tokens, left: Tokens, choice: Choice) -> LayerTrace:
         relaxed=selection.relaxed,
         fraction=choice.fraction,
         remaining=None if left.source is entered.source else left.counts(),
+        work=work,
     )
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-Count = int | Tensor
-"""Tokens of a sample: one number for all samples of a batch, or [B] int64."""
+Count = float | Tensor
+"""Tokens of a sample: one number for all samples of a batch, or [B] int64. What a batch shares is divided among it."""
 
 
 @dataclass
@@ -25,7 +25,8 @@ class Work:
         map_pairs: query-key pairs of a map that was made for the score alone: a product, and no value.
         router: tokens that the router read.
         repeated: what was computed besides and a method does without: a second time, for statistics of a map that
-            attention makes anyway, or the random queries and keys of a control; None: nothing.
+            attention makes anyway, the random queries and keys of a control, or the rest of what one module projects;
+            None: nothing.
     """
 
     queries: Count = 0
@@ -43,10 +44,14 @@ class Work:
         self.repeated = self.repeated or Work()
         return self.repeated
 
-    def add_attention(self, queries: Count, keys: Count) -> None:
-        """Attention of so many queries to so many keys, from projection to projection."""
+    def add_projections(self, queries: Count, keys: Count) -> None:
+        """So many tokens projected to queries, and so many to keys and values."""
         self.queries += queries
         self.keys += keys
         self.values += keys
+
+    def add_attention(self, queries: Count, keys: Count) -> None:
+        """Attention of so many queries to so many keys, from projection to projection."""
+        self.add_projections(queries, keys)
         self.outputs += queries
         self.pairs += queries * keys
