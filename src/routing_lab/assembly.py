@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from routing_lab.axes.base import locate
+from routing_lab.axes.facts import BackboneFacts
 from routing_lab.backbones import adapt
 from routing_lab.backbones.build import build_llama, build_vit
 from routing_lab.config import Config, load
-from routing_lab.config.checks import locate
 from routing_lab.config.schema import LlamaBackbone, TimmBackbone
 from routing_lab.routing.base import LayerSpec
 from routing_lab.routing.layer import RoutedLayer
-from routing_lab.routing.members import BackboneFacts, attention_sources
 from routing_lab.routing.model import Backbone, RoutedModel
 from routing_lab.routing.routers import Corruption
 from routing_lab.streams import stream_seed
@@ -96,7 +96,7 @@ def attach(backbone: Backbone, config: Config) -> RoutedModel:
     router_class = locate(router.class_path)
     routed: list[int] = []
     if router_class.traits.routes:
-        routed = sorted(locate(placement.class_path)(backbone.depth, **placement.options))
+        routed = placement.routed(backbone.depth)
     layers: dict[int, RoutedLayer] = {}
     for rank, layer in enumerate(routed):
         spec = LayerSpec(
@@ -116,14 +116,7 @@ def attach(backbone: Backbone, config: Config) -> RoutedModel:
     request = layers[routed[0]].router.request() if routed else None
     if request is not None:
         request = replace(request, detach=router.detach)
-        sources = attention_sources(
-            routed,
-            backbone.depth,
-            placement.attention_source,
-            lag=placement.lag,
-            fill=placement.attention_fill,
-            sublayer=placement.sublayer,
-        )
+        sources = placement.sources(routed, backbone.depth)
     model = RoutedModel(
         backbone,
         layers,

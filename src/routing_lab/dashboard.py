@@ -21,6 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from routing_lab.axes import AXES
+
 if TYPE_CHECKING:
     from routing_lab.evidence.study import Study
 
@@ -32,7 +34,7 @@ MAX_RUNS = 1000
 
 TABLE_COLUMNS = (
     *("arm", "seed"),
-    *(f"{axis}.name" for axis in ("router", "scaling", "capacity", "placement", "bypass", "visibility")),
+    *(f"{axis}.name" for axis in AXES),
     *("capacity.fraction", "backbone.name", "data.name", "init.kind"),
 )
 """Configuration keys that the table of runs shows, before `TABLE_RESULTS`."""
@@ -145,13 +147,12 @@ def routed_layers(study: Study, scale: str) -> list[int]:
         ConfigError: an arm cannot be composed.
     """
     from routing_lab.config import load
-    from routing_lab.config.checks import layers_of, traits_of
 
     found: set[int] = set()
     for arm in study.arms:
         config = load(study.overrides(arm, scale)).config
-        if traits_of("router", config.router).routes:
-            found.update(layers_of(config.placement, config.backbone.facts()))
+        if config.router.traits.routes:
+            found.update(config.placement.routed(config.backbone.depth))
     return sorted(found)
 
 

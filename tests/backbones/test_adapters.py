@@ -14,12 +14,12 @@ from timm.layers import AttentionRope
 from torch import nn
 
 import routing_lab
+from routing_lab.axes.routers import ROUTERS
 from routing_lab.backbones import adapt
 from routing_lab.backbones.build import build_vit
-from routing_lab.routing.members import ROUTERS
 from routing_lab.routing.tokens import Positioned
 
-PARAMETER_FREE = [name for name, traits in ROUTERS.items() if not traits.learned and traits.routes]
+PARAMETER_FREE = [name for name, member in ROUTERS.items() if not member.facts.learned and member.facts.routes]
 STATIC = {
     "amod": ["router=amod"],
     "mod": ["router=linear", "scaling=multiply", "scaling.normalize=sigmoid"],

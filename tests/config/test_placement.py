@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from routing_lab.routing.members import PLACEMENTS, attention_sources, routed_layers
+from routing_lab.axes.layers import attention_sources, routed_layers
+from routing_lab.axes.placements import PLACEMENTS
 
 
 @pytest.mark.parametrize(
@@ -29,13 +30,13 @@ from routing_lab.routing.members import PLACEMENTS, attention_sources, routed_la
     ],
 )
 def test_routed_layers(name: str, options: dict, depth: int, expected: list[int]) -> None:
-    assert routed_layers(name, depth, **options) == expected
+    assert PLACEMENTS[name](**options).routed(depth) == expected
 
 
 @pytest.mark.parametrize("name", ["bilayer", "trilayer"])
 @pytest.mark.parametrize("depth", range(1, 30))
 def test_first_and_last_layer_stay_dense(name: str, depth: int) -> None:
-    routed = routed_layers(name, depth)
+    routed = PLACEMENTS[name]().routed(depth)
     assert 0 not in routed
     assert depth - 1 not in routed
 
@@ -52,17 +53,17 @@ def test_first_and_last_layer_stay_dense(name: str, depth: int) -> None:
 )
 def test_a_layer_that_does_not_exist_is_named_with_the_layers_there_are(name: str, options: dict) -> None:
     with pytest.raises(ValueError, match=r"placement\.\w+ = [\d, ]+: the backbone has layers 0 to 5 \(zero-based\)"):
-        routed_layers(name, 6, **options)
+        PLACEMENTS[name](**options).routed(6)
 
 
 def test_layers_counted_from_one_are_refused_as_they_were_counted() -> None:
     with pytest.raises(ValueError, match=r"placement.layers = 0, 7: the backbone has layers 1 to 6 \(counted from 1\)"):
-        routed_layers("list", 6, layers=[0, 3, 7], base=1)
+        PLACEMENTS["list"](layers=[0, 3, 7], base=1).routed(6)
 
 
 def test_a_layer_named_twice_is_refused() -> None:
     with pytest.raises(ValueError, match="names a layer twice"):
-        routed_layers("list", 6, layers=[2, 2])
+        PLACEMENTS["list"](layers=[2, 2]).routed(6)
 
 
 def test_a_placement_from_outside_is_a_function() -> None:
@@ -107,4 +108,5 @@ def test_attention_that_is_not_there_is_refused(routed: list[int], options: dict
 def test_every_placement_is_deterministic_and_sorted() -> None:
     for name in PLACEMENTS:
         options = {"layers": [3, 1]} if name in ("stages", "list") else {}
-        assert routed_layers(name, 12, **options) == sorted(set(routed_layers(name, 12, **options)))
+        routed = PLACEMENTS[name](**options).routed(12)
+        assert routed == sorted(set(routed))

@@ -14,11 +14,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from routing_lab.assembly import attach, backbone_facts
+from routing_lab.axes.bypasses import BYPASSES
+from routing_lab.axes.routers import ROUTERS
 from routing_lab.backbones import adapt
 from routing_lab.config import Config, conf_path, load
 from routing_lab.cost.macs import ModelShape, block_macs, routed_macs
 from routing_lab.cost.measure import WorkMeter, decoder_shape, vision_shape
-from routing_lab.routing import Bypass, Capacity, Router, Scaling, members
+from routing_lab.routing import Bypass, Capacity, Router, Scaling
 from routing_lab.routing.base import Block, Gates, LayerSpec, RouterInput, RunState
 from routing_lab.routing.model import RoutedModel
 from routing_lab.routing.tokens import Selection
@@ -63,21 +65,21 @@ def configured(*overrides: str) -> Config:
 
 
 SOURCES = ("previous", "lag", "last_dense", "same")
-ROUTERS = [("linear", ("same",)), ("amod", SOURCES), ("cls_attention", SOURCES)]
+SOURCED = [("linear", ("same",)), ("amod", SOURCES), ("cls_attention", SOURCES)]
 
 
-@pytest.mark.parametrize("bypass", members.BYPASSES)
-@pytest.mark.parametrize(("router", "sources"), ROUTERS)
+@pytest.mark.parametrize("bypass", BYPASSES)
+@pytest.mark.parametrize(("router", "sources"), SOURCED)
 def test_every_source_sublayer_and_bypass(router: str, sources: tuple[str, ...], bypass: str) -> None:
     chosen = configured(f"router={router}", "scaling=none", "placement.first=2")
-    for source, sublayer in product(sources, members.BYPASSES[bypass].sublayers):
+    for source, sublayer in product(sources, BYPASSES[bypass].facts.sublayers):
         placement = chosen.placement.model_copy(update={"attention_source": source, "sublayer": sublayer})
         fate = configured(f"bypass={bypass}", f"placement.sublayer={sublayer}").bypass
         config = chosen.model_copy(update={"placement": placement, "bypass": fate})
         within(attach(adapt(vit(**WIDE)), config), f"{router} {source} {sublayer} {bypass}")
 
 
-@pytest.mark.parametrize("router", [name for name, traits in members.ROUTERS.items() if traits.routes])
+@pytest.mark.parametrize("router", [name for name, member in ROUTERS.items() if member.facts.routes])
 def test_every_router(router: str) -> None:
     within(route(vit(**WIDE), [f"router={router}", "scaling=none"]), router)
 

@@ -16,21 +16,20 @@ import torch
 from tests.routing.tiny import HEADS, WIDTH, images, vit
 
 from routing_lab.assembly import attach
+from routing_lab.axes.facts import BackboneFacts
+from routing_lab.axes.routers import ROUTERS
 from routing_lab.backbones import adapt
 from routing_lab.backbones.build import build_vit
 from routing_lab.config import Config, conf_path, load
-from routing_lab.config.checks import layers_of
 from routing_lab.config.nominal import (
     backbone_shape,
     layer_tokens,
     nominal_counts,
-    router_weights,
     routing_rules,
 )
-from routing_lab.config.schema import MEMBER_MODELS, TimmBackbone
+from routing_lab.config.schema import TimmBackbone
 from routing_lab.cost.macs import LayerTokens, ModelShape, routed_macs
 from routing_lab.cost.measure import WorkMeter, vision_shape
-from routing_lab.routing.members import BackboneFacts
 from routing_lab.routing.model import RoutedModel
 
 REFERENCE: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "flops.json").read_text())
@@ -87,7 +86,7 @@ def tiny_deit(stride: int) -> torch.nn.Module:
 
 
 def nominal(config: Config, shape: ModelShape) -> list[LayerTokens]:
-    routed = [] if config.router.name == "dense" else layers_of(config.placement, BackboneFacts(shape.depth, 1, 1))
+    routed = config.placement.routed(shape.depth) if config.router.traits.routes else []
     counts = nominal_counts(config, routed, shape.depth, shape.tokens, shape.prefix)
     assert counts is not None
     return layer_tokens(routing_rules(config, routed, shape.depth), counts)
@@ -144,7 +143,7 @@ def test_nominal_cost_of_every_method_is_what_a_forward_costs(method: str) -> No
         assert 0 < part.mlp <= shape.tokens
 
 
-@pytest.mark.parametrize("name", MEMBER_MODELS["router"])
+@pytest.mark.parametrize("name", ROUTERS)
 def test_routers_cost_their_matrices(name: str) -> None:
     facts = BackboneFacts(4, WIDTH, HEADS, ("class",), 17)
     given = [f"router={name}", "scaling=none"]
@@ -154,7 +153,7 @@ def test_routers_cost_their_matrices(name: str) -> None:
         layer: sum(p.numel() for p in model.layers[str(layer)].router.parameters() if p.ndim == 2)
         for layer in model.routed_layers
     }
-    assert set(matrices.values()) <= {router_weights(config.router, WIDTH)}
+    assert set(matrices.values()) <= {config.router.weights(WIDTH)}
 
 
 def test_what_depends_on_scores_has_no_nominal_cost() -> None:

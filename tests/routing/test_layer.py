@@ -9,7 +9,8 @@ import torch
 from tests.routing.tiny import DEPTH, images, llama, routed, token_ids, vit
 from torch import Tensor
 
-from routing_lab.routing.members import BYPASSES, SUBLAYERS
+from routing_lab.axes.bypasses import BYPASSES
+from routing_lab.axes.facts import SUBLAYERS
 
 X = images(dtype=torch.float64)
 SAMPLES = {
@@ -28,7 +29,7 @@ SAMPLES = {
 @pytest.mark.parametrize("arm", SAMPLES)
 def test_gathering_equals_masking(arm: str, sublayer: str) -> None:
     for bypass in ("skip", "project"):
-        if sublayer not in BYPASSES[bypass].sublayers:
+        if sublayer not in BYPASSES[bypass].facts.sublayers:
             continue
         overrides = [*SAMPLES[arm], f"placement.sublayer={sublayer}", f"bypass={bypass}"]
         for double, bound in ((True, 1e-12), (False, 1e-5)):
@@ -47,7 +48,7 @@ def test_gathering_equals_masking(arm: str, sublayer: str) -> None:
 @pytest.mark.parametrize("sublayer", ["block", "attention"])
 def test_gathering_equals_masking_in_a_decoder(sublayer: str, visibility: str) -> None:
     for bypass in ("skip", "project"):
-        if sublayer not in BYPASSES[bypass].sublayers:
+        if sublayer not in BYPASSES[bypass].facts.sublayers:
             continue
         for router in (["router=random"], ["router=linear", "capacity=threshold", "capacity.threshold=0"]):
             model = routed(

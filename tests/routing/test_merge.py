@@ -8,7 +8,7 @@ from tests.routing.tiny import images, routed, spec, vit
 from torch import Tensor
 
 from routing_lab.attention import AttentionStatistics
-from routing_lab.routing.budget import merge_count, merge_schedule
+from routing_lab.axes.budget import merge_count, merge_schedule
 from routing_lab.routing.merge import Merge, bipartite_matching, merge
 from routing_lab.routing.tokens import Selection, Tokens, unmerge
 

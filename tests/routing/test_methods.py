@@ -13,12 +13,11 @@ from tests.routing.tiny import images, vit
 from timm.models.deit import VisionTransformerDistilled
 
 from routing_lab.assembly import attach, backbone_facts
+from routing_lab.axes import AXES, OUTSIDE
 from routing_lab.backbones import adapt
 from routing_lab.config import Composer, ConfigError, conf_path
 from routing_lab.config.load import check_overrides
 from routing_lab.config.problems import Problem
-from routing_lab.config.schema import OUTSIDE_MODELS
-from routing_lab.routing import members
 from routing_lab.routing.losses import LOSSES
 from routing_lab.routing.model import RoutedModel
 
@@ -53,7 +52,7 @@ def chosen(method: str) -> dict[str, str]:
     for entry in FILES[method].defaults:
         for key, value in entry.items():
             axis = str(key).removeprefix("override /")
-            if axis in members.AXES:
+            if axis in AXES:
                 choices[axis] = value
     return choices
 
@@ -152,7 +151,7 @@ OTHERS: dict[str, tuple[str, ...]] = {
 """Members to choose over a preset's."""
 
 
-@pytest.mark.parametrize("axis", members.AXES)
+@pytest.mark.parametrize("axis", AXES)
 @pytest.mark.parametrize("method", METHODS)
 def test_is_a_starting_point(method: str, axis: str) -> None:
     """`method=X router=linear` is X in everything but the router."""
@@ -160,7 +159,7 @@ def test_is_a_starting_point(method: str, axis: str) -> None:
     other = next(name for name in OTHERS[axis] if name != before[axis]["name"])
     after, problems = attempt(f"method={method}", f"{axis}={other}")
     # Two members of different axes may not go together: the line names one, and says why.
-    assert {problem.key.split(".")[0] for problem in problems} <= {*members.AXES, "losses"}
+    assert {problem.key.split(".")[0] for problem in problems} <= {*AXES, "losses"}
     assert all(len(problem.message) > 20 for problem in problems)
     if problems:
         return
@@ -168,7 +167,7 @@ def test_is_a_starting_point(method: str, axis: str) -> None:
     assert f"{axis}.name" in changed
     assert {key.split(".")[0] for key in changed} == {axis}
     own = OmegaConf.load(conf_path() / axis / f"{other}.yaml")
-    for key in set(OUTSIDE_MODELS[axis].model_fields) - {"name", "class_path"} - set(own):
+    for key in set(OUTSIDE[axis].model_fields) - {"name", "class_path"} - set(own):
         assert after[axis][key] == before[axis][key], f"the preset's {axis}.{key} is gone"
 
 
@@ -177,7 +176,7 @@ def test_says_what_it_is(method: str) -> None:
     text = (conf_path() / "method" / f"{method}.yaml").read_text()
     assert text.startswith("# @package _global_\n# ")
     assert FILES[method].method == method
-    assert set(chosen(method)) == set(members.AXES), "every axis is stated"
+    assert set(chosen(method)) == set(AXES), "every axis is stated"
 
 
 def test_documentation_has_a_row_for_every_method() -> None:

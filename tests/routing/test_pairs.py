@@ -15,9 +15,13 @@ from tests.routing.test_registry import REGISTRIES
 from tests.routing.tiny import DEPTH, HEADS, WIDTH, images, vit
 
 from routing_lab.assembly import attach
+from routing_lab.axes import AXES
+from routing_lab.axes.bypasses import BYPASSES
+from routing_lab.axes.facts import SUBLAYERS
+from routing_lab.axes.routers import ROUTERS
+from routing_lab.axes.scalings import SCALINGS
 from routing_lab.backbones import adapt
 from routing_lab.config import Composer, Config, ConfigError, check
-from routing_lab.routing import members
 from routing_lab.routing.model import RoutedModel
 
 Cell = dict[str, str]
@@ -62,8 +66,8 @@ def node(axis: str, name: str, **values: Any) -> dict[str, Any]:
 def checked(cell: Cell) -> Config:
     """The configuration of a cell; the routed part of a layer is one that scaling and bypass are defined for."""
     config = composed() | {axis: node(axis, name) for axis, name in cell.items()}
-    scaling, bypass = members.SCALINGS[cell["scaling"]], members.BYPASSES[cell["bypass"]]
-    shared = [part for part in members.SUBLAYERS if part in scaling.sublayers and part in bypass.sublayers]
+    scaling, bypass = SCALINGS[cell["scaling"]].facts, BYPASSES[cell["bypass"]].facts
+    shared = [part for part in SUBLAYERS if part in scaling.sublayers and part in bypass.sublayers]
     config["placement"] |= {"sublayer": shared[0] if shared else "block", "attention_source": "last_dense"}
     return check(config).config
 
@@ -115,7 +119,7 @@ def test_refusals_state_a_reason() -> None:
         assert error.problems, cell
         for problem in error.problems:
             axis = problem.key.split(".")[0]
-            assert axis in members.AXES, problem
+            assert axis in AXES, problem
             assert len(problem.message) > 20, problem
 
 
@@ -147,9 +151,9 @@ def trains_one_step(cell: Cell, model: RoutedModel) -> None:
         if not any(name.startswith(f"blocks.{layer}.") for layer in idle):
             assert parameter.grad is not None, name
         assert parameter.grad is None or parameter.grad.isfinite().all(), name
-    scaling = members.SCALINGS[cell["scaling"]]
+    scaling = SCALINGS[cell["scaling"]].facts
     for name, parameter in model.layers.named_parameters():
-        if not scaling.gives_router_gradient and members.BYPASSES[cell["bypass"]].removes:
+        if not scaling.gives_router_gradient and BYPASSES[cell["bypass"]].facts.removes:
             continue  # the weights of fused tokens may be made of scores
         if not scaling.gives_router_gradient:
             assert parameter.grad is None or not parameter.grad.any(), name
@@ -166,7 +170,7 @@ def trains_one_step(cell: Cell, model: RoutedModel) -> None:
 
 
 @pytest.mark.parametrize("form", ["value", "mask", "stop_gradient"])
-@pytest.mark.parametrize("router", [name for name, traits in members.ROUTERS.items() if traits.learned])
+@pytest.mark.parametrize("router", [name for name, member in ROUTERS.items() if member.facts.learned])
 def test_forms_of_the_straight_through_gradient(router: str, form: str) -> None:
     config = composed() | {
         "router": node("router", router),

@@ -10,7 +10,8 @@ from tests.routing.test_routers import source_map
 from tests.routing.tiny import images, routed
 from torch import Tensor
 
-from routing_lab.routing.members import attention_sources, routed_layers
+from routing_lab.axes.layers import attention_sources
+from routing_lab.axes.placements import PLACEMENTS
 
 X = images(dtype=torch.float64)
 
@@ -35,7 +36,7 @@ X = images(dtype=torch.float64)
     ],
 )
 def test_layers(placement: str, depth: int, options: dict[str, Any], layers: list[int]) -> None:
-    assert routed_layers(placement, depth, **options) == layers
+    assert PLACEMENTS[placement](**options).routed(depth) == layers
 
 
 @pytest.mark.parametrize(
@@ -54,7 +55,7 @@ def test_layers(placement: str, depth: int, options: dict[str, Any], layers: lis
 )
 def test_layers_that_do_not_exist(placement: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        routed_layers(placement, 6, **options)
+        PLACEMENTS[placement](**options).routed(6)
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from routing_lab.assembly import attach, backbone_facts
+from routing_lab.axes.facts import BackboneFacts
 from routing_lab.backbones import adapt
 from routing_lab.config import Config, load
 from routing_lab.routing.base import LayerSpec, RunState
-from routing_lab.routing.members import BackboneFacts
 from routing_lab.routing.model import RoutedModel
 from routing_lab.routing.noise import NoiseSource
 

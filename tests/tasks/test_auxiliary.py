@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from routing_lab.assembly import build_model
+from routing_lab.axes.losses import LossConfig
 from routing_lab.config import load
-from routing_lab.config.schema import LossConfig, TrainConfig
+from routing_lab.config.training import TrainConfig
 from routing_lab.routing.losses import ratio_loss, z_loss
 from routing_lab.routing.tokens import Tokens
 from routing_lab.tasks.auxiliary import AuxiliaryLosses, weight_at

@@ -9,7 +9,7 @@ from typing import Any
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
-from routing_lab.config.checks import UnknownTarget, locate
+from routing_lab.axes.base import UnknownTarget, locate
 from routing_lab.config.compose import COMPOSITION_ERRORS, Composer, expand, parse
 from routing_lab.config.load import check_overrides
 from routing_lab.config.problems import ConfigError, Problem, one_line

@@ -24,14 +24,12 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from routing_lab.axes import AXES
 from routing_lab.config.hydra_internals import BasicSweeper, ConfigLoaderImpl, create_config_search_path
 from routing_lab.config.problems import ConfigError, Problem, alternatives, one_line, shown
 
 PRIMARY = "train"
-REQUIRED_GROUPS = (
-    *("backbone", "router", "scaling", "capacity", "placement", "bypass", "visibility"),
-    *("task", "data", "init", "recipe"),
-)
+REQUIRED_GROUPS = ("backbone", *AXES, "task", "data", "init", "recipe")
 LIST_GROUPS = ("losses",)
 """Groups of which any number of members may be chosen."""
 COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, ValueError, OSError)

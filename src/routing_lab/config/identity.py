@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from routing_lab.config.schema import Config, FractionCapacity, Threshold
+from routing_lab.config.schema import Config
 from routing_lab.keys import LATER, VOLATILE
 
 
@@ -36,26 +36,14 @@ def run_name(config: Config) -> str:
     if config.isoflop.by != "none":
         size = getattr(config.backbone, config.isoflop.by)
         return "-".join([f"isoflop_{config.isoflop.by}{size}", *place])
-    if config.router.name == "dense":
-        return "-".join(["dense", *place])
-    return "-".join([config.router.name, config.scaling.name, _budget(config), *place])
+    if not config.router.traits.routes:
+        return "-".join([config.router.name, *place])
+    return "-".join([config.router.name, config.scaling.name, config.capacity.name + config.capacity.budget, *place])
 
 
 def run_folder(config: Config, resolved: Mapping[str, Any]) -> Path:
     """Where a run is kept: `<paths.runs>/<name>-<hash>`."""
     return Path(config.paths.runs) / f"{run_name(config)}-{identity(resolved)}"
-
-
-def _budget(config: Config) -> str:
-    capacity = config.capacity
-    value: Any = ""
-    if isinstance(capacity, FractionCapacity):
-        value = capacity.fraction
-    elif isinstance(capacity, Threshold):
-        value = capacity.threshold
-    if isinstance(value, list):
-        value = f"{value[0]:g}to{value[-1]:g}"
-    return capacity.name + (value if isinstance(value, str) else f"{value:g}")
 
 
 def _without(resolved: dict[str, Any], path: str, value: Any = ...) -> dict[str, Any]:

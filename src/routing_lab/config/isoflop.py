@@ -10,18 +10,17 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from routing_lab.config.checks import layers_of, traits_of
+from routing_lab.axes import AXES
+from routing_lab.axes.routers import DenseRouterConfig
 from routing_lab.config.nominal import (
     backbone_shape,
     layer_tokens,
     nominal_counts,
-    router_weights,
     routing_rules,
 )
 from routing_lab.config.problems import Problem
 from routing_lab.config.schema import (
     Config,
-    DenseRouter,
     FullSize,
     IsoflopConfig,
     IsoflopSolution,
@@ -29,7 +28,6 @@ from routing_lab.config.schema import (
 )
 from routing_lab.cost.isoflop import chosen_layers, solve_depth, solve_width
 from routing_lab.cost.macs import ModelShape, dense_macs, routed_macs
-from routing_lab.routing import members
 
 
 def with_baseline(sections: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem], list[str]]:
@@ -68,15 +66,15 @@ def with_baseline(sections: Mapping[str, Any]) -> tuple[dict[str, Any], list[Pro
     small = backbone.model_copy(
         update={"depth": shape.depth, "width": shape.width, "mlp_ratio": _mlp_ratio(backbone, full, shape)}
     )
-    routed = sections["router"].name != "dense"
-    arm = " ".join(f"{axis}={sections[axis].name}" for axis in members.AXES) if routed else "isoflop.target_macs"
+    routed = sections["router"].traits.routes
+    arm = " ".join(f"{axis}={sections[axis].name}" for axis in AXES) if routed else "isoflop.target_macs"
     remark = (
         f"isoflop.by={isoflop.by}: the dense model of {_size(small)} costs {macs:,} MACs, {macs / target:.4f} of the "
         f"{round(target):,} of {arm}"
     )
     baseline = {
         "backbone": small,
-        "router": _dense(),
+        "router": DenseRouterConfig(),
         "losses": {},
         "isoflop": isoflop.model_copy(update={"target_macs": target, "solution": solution}),
     }
@@ -94,10 +92,10 @@ def full_size(resolved: Mapping[str, Any]) -> dict[str, Any]:
 def _target(config: Config, full: ModelShape) -> float | Problem:
     """Nominal cost of the arm, its routers included, or why there is none."""
     key = "isoflop.target_macs"
-    if not traits_of("router", config.router).routes:
+    if not config.router.traits.routes:
         message = f"router={config.router.name} routes nothing: choose the arm to be matched, or give the MACs"
         return Problem.of(key, None, message)
-    routed = layers_of(config.placement, config.backbone.facts())
+    routed = config.placement.routed(full.depth)
     counts = nominal_counts(config, routed, full.depth, full.tokens, full.prefix)
     if counts is None:
         return Problem.of(
@@ -106,7 +104,7 @@ def _target(config: Config, full: ModelShape) -> float | Problem:
             f"what capacity={config.capacity.name} bypass={config.bypass.name} keeps depends on the scores; give the "
             "MACs, for instance cost.macs_measured of the arm's record",
         )
-    weights = router_weights(config.router, full.width)
+    weights = config.router.weights(full.width)
     if weights is None:
         return Problem.of(key, None, f"only the class of router={config.router.name} knows its own cost; give the MACs")
     routers = weights * sum(count.scored for count in counts)
@@ -138,18 +136,3 @@ def _mlp_ratio(backbone: TimmBackbone, full: ModelShape, shape: ModelShape) -> f
 
 def _size(backbone: TimmBackbone) -> str:
     return f"depth {backbone.depth}, width {backbone.width}, {backbone.heads} heads, mlp_ratio {backbone.mlp_ratio:.4g}"
-
-
-def _dense() -> DenseRouter:
-    return DenseRouter.model_validate(
-        {
-            "name": "dense",
-            "_target_": members.TARGETS["router"]["dense"],
-            "attention": "trained",
-            "detach": True,
-            "corrupt": "none",
-            "corrupt_phase": "both",
-            "corrupt_strength": 1.0,
-            "corrupt_token": 0,
-        }
-    )

@@ -5,20 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, TypeVar, get_args
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 from pydantic import BaseModel, Strict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from routing_lab.config.checks import REFUSALS, REMARKS, outside_members, run_checks
+from routing_lab.axes import LOSSES, MEMBERS, OUTSIDE
+from routing_lab.axes.base import Targeted
+from routing_lab.axes.facts import BackboneFacts
+from routing_lab.axes.losses import LossConfig, OutsideLossConfig
+from routing_lab.config.checks import outside_members, run_checks
 from routing_lab.config.compose import Composer, plain
 from routing_lab.config.isoflop import with_baseline
 from routing_lab.config.problems import ConfigError, Problem, accepted_by, alternatives, from_validation, parts_of
-from routing_lab.config.schema import LOSS_MODELS, MEMBER_MODELS, OUTSIDE_MODELS, Config, LossConfig, OutsideLoss
+from routing_lab.config.refusals import REFUSALS
+from routing_lab.config.remarks import REMARKS
+from routing_lab.config.schema import Config
 from routing_lab.config.timm_shape import complete_from_timm
 from routing_lab.keys import LATER
-from routing_lab.routing.members import BackboneFacts
+
+Model = TypeVar("Model", bound=BaseModel)
 
 ABOUT_TRAINING = ("losses", "task", "data", "init", "train")
 """Sections that are not looked at when only the routing of a given model is configured."""
@@ -62,7 +69,7 @@ def check_overrides(composer: Composer, overrides: Sequence[str], facts: Backbon
     ignored = [key for key in options_of_other_members(data) if key in given]
     for axis, _, key in (path.partition(".") for path in ignored):
         member = data[axis]["name"]
-        hint = alternatives(key, MEMBER_MODELS[axis][member].model_fields, "known: ", most=12)
+        hint = alternatives(key, MEMBERS[axis][member].model_fields, "known: ", most=12)
         problems.append(Problem.of(f"{axis}.{key}", data[axis][key], f"{axis}={member} has no such key; {hint}"))
     return _check(config, facts, problems)
 
@@ -75,7 +82,7 @@ def options_of_other_members(data: Mapping[str, Any]) -> list[str]:
     if data.get("method") is None:
         return []
     keys = []
-    for axis, models in MEMBER_MODELS.items():
+    for axis, models in MEMBERS.items():
         node = data.get(axis)
         if not isinstance(node, Mapping) or node.get("name") not in models:
             continue
@@ -167,14 +174,25 @@ def _section(name: str, field: FieldInfo, value: Any) -> Any:
             raise ConfigError([Problem.of(name, value, f"must be {accepted_by(field)}")]) from None
     if not isinstance(value, Mapping):
         raise ConfigError([Problem.of(name, value, "must be a group of keys")])
-    model = (
-        _member_model(name, value) if name in MEMBER_MODELS else _tagged_model(name, models, field.discriminator, value)
-    )
-    value = _completed(name, model, value)
+    model = _member_model(name, value) if name in MEMBERS else _tagged_model(name, models, field.discriminator, value)
+    return _valid(model, name, _completed(name, model, value))
+
+
+def _valid(model: type[Model], prefix: str, value: Mapping[str, Any]) -> Model:
+    """A section as its model. A member's defaults are for Python: a configuration states every key."""
+    problems = []
+    if issubclass(model, Targeted):
+        absent = {key: field for key, field in _fields(model).items() if key not in value and not field.is_required()}
+        problems = [
+            Problem(f"{prefix}.{key}", None, f"is missing; must be {accepted_by(f)}") for key, f in absent.items()
+        ]
     try:
-        return model.model_validate(value)
+        found = model.model_validate(value)
     except ValidationError as error:
-        raise ConfigError(from_validation(error, model, name, value)) from None
+        problems += from_validation(error, model, prefix, value)
+    if problems:
+        raise ConfigError(problems)
+    return found
 
 
 def _completed(name: str, model: type[BaseModel], value: Mapping[str, Any]) -> dict[str, Any]:
@@ -189,20 +207,20 @@ def _losses(value: Any) -> dict[str, LossConfig]:
     found: dict[str, LossConfig] = {}
     problems: list[Problem] = []
     for name, keys in value.items():
-        model = LOSS_MODELS.get(name, OutsideLoss)
+        model = LOSSES.get(name, OutsideLossConfig)
         if not isinstance(keys, Mapping) or "_target_" not in keys:
             problems.append(
                 Problem.of(
                     f"losses.{name}",
                     keys,
-                    f"must be chosen first, losses=[{name}]; {alternatives(name, LOSS_MODELS, 'there are ')}",
+                    f"must be chosen first, losses=[{name}]; {alternatives(name, LOSSES, 'there are ')}",
                 )
             )
             continue
         try:
-            found[name] = model.model_validate(keys)
-        except ValidationError as error:
-            problems += from_validation(error, model, f"losses.{name}", keys)
+            found[name] = _valid(model, f"losses.{name}", keys)
+        except ConfigError as error:
+            problems += error.problems
     if problems:
         raise ConfigError(problems)
     return found
@@ -212,7 +230,7 @@ def _member_model(axis: str, value: Mapping[str, Any]) -> type[BaseModel]:
     member = value.get("name")
     if not isinstance(member, str):
         raise ConfigError([Problem.of(f"{axis}.name", member, f"a member of {axis} has a name and a _target_")])
-    return MEMBER_MODELS[axis].get(member, OUTSIDE_MODELS[axis])
+    return MEMBERS[axis].get(member, OUTSIDE[axis])
 
 
 def _tagged_model(name: str, models: list[type[BaseModel]], tag: Any, value: Mapping[str, Any]) -> type[BaseModel]:
@@ -226,8 +244,12 @@ def _tagged_model(name: str, models: list[type[BaseModel]], tag: Any, value: Map
     return tags[given]
 
 
+def _fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    return {field.alias or name: field for name, field in model.model_fields.items()}
+
+
 def _keys(model: type[BaseModel]) -> set[str]:
-    return {field.alias or name for name, field in model.model_fields.items()}
+    return set(_fields(model))
 
 
 def _covered(key: str, reported: set[str]) -> bool:

@@ -12,8 +12,8 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
+from routing_lab.axes.base import UnknownTarget, locate
 from routing_lab.config import ConfigError
-from routing_lab.config.checks import UnknownTarget, locate
 from routing_lab.config.problems import Problem
 from routing_lab.probes.base import Examples, Probe
 from routing_lab.probes.pictures import picture, write_page

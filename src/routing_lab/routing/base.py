@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from routing_lab.attention import AttentionStatistics, StatisticsRequest
-from routing_lab.routing.members import BypassTraits, CapacityTraits, RouterTraits, ScalingTraits, ScoreScale
+from routing_lab.axes.facts import BypassTraits, CapacityTraits, RouterTraits, ScalingTraits, ScoreScale
 from routing_lab.routing.noise import NoiseSource
 from routing_lab.routing.tokens import Positioned, Selection, Tokens
 from routing_lab.routing.work import Work

@@ -9,16 +9,23 @@ import torch
 from torch import Tensor
 
 from routing_lab.attention import AttentionStatistics
-from routing_lab.routing import members
+from routing_lab.axes.bypasses import (
+    DropConfig,
+    FuseConfig,
+    PonderConfig,
+    PonderMaskedConfig,
+    ProjectConfig,
+    SkipConfig,
+)
+from routing_lab.axes.facts import BypassTraits
 from routing_lab.routing.base import Block, Bypass, Masking, Reduction
-from routing_lab.routing.members import BypassTraits
 from routing_lab.routing.tokens import Halted, Selection, Tokens
 
 
 class Skip(Bypass):
     """Identity: a bypassed token leaves the routed part bit-identical and may be kept again in a later layer."""
 
-    traits: ClassVar[BypassTraits] = members.BYPASSES["skip"]
+    traits: ClassVar[BypassTraits] = SkipConfig.facts
     identity: ClassVar[bool] = True
 
     def update(self, x: Tensor, block: Block) -> Tensor:
@@ -30,7 +37,7 @@ class Project(Bypass):
     token.
     """
 
-    traits: ClassVar[BypassTraits] = members.BYPASSES["project"]
+    traits: ClassVar[BypassTraits] = ProjectConfig.facts
 
     def update(self, x: Tensor, block: Block) -> Tensor:
         return block.project(x)
@@ -44,7 +51,7 @@ class Drop(Reduction):
             by the decision in every block (DynamicViT): all tokens are computed, and the decision gets a gradient.
     """
 
-    traits: ClassVar[BypassTraits] = members.BYPASSES["drop"]
+    traits: ClassVar[BypassTraits] = DropConfig.facts
 
     def __init__(self, *, train: Literal["drop", "mask"] = "drop") -> None:
         super().__init__()
@@ -70,7 +77,7 @@ class Fuse(Reduction):
             scores in each sample.
     """
 
-    traits: ClassVar[BypassTraits] = members.BYPASSES["fuse"]
+    traits: ClassVar[BypassTraits] = FuseConfig.facts
 
     def __init__(
         self,
@@ -133,7 +140,7 @@ class Ponder(Reduction):
             patch is its last state (the paper).
     """
 
-    traits: ClassVar[BypassTraits] = members.BYPASSES["ponder"]
+    traits: ClassVar[BypassTraits] = PonderConfig.facts
 
     def __init__(self, *, average: Literal["all", "prefix"] = "all") -> None:
         super().__init__()
@@ -157,7 +164,7 @@ class PonderMasked(Masking):
         average: as for `ponder`.
     """
 
-    traits: ClassVar[BypassTraits] = members.BYPASSES["ponder_masked"]
+    traits: ClassVar[BypassTraits] = PonderMaskedConfig.facts
 
     def __init__(self, *, average: Literal["all", "prefix"] = "all") -> None:
         super().__init__()

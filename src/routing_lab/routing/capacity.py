@@ -11,15 +11,21 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from routing_lab.routing import members
+from routing_lab.axes.budget import between, layer_fraction, per_layer, quantile_bounds, topk_count
+from routing_lab.axes.capacities import (
+    ArgmaxConfig,
+    GumbelConfig,
+    Interpolation,
+    InverseTransformConfig,
+    PercentileConfig,
+    Rounding,
+    Shape,
+    ThresholdConfig,
+    TopKConfig,
+)
+from routing_lab.axes.facts import CapacityTraits, ScoreScale
 from routing_lab.routing.base import Capacity, LayerSpec, RunState, log_odds
-from routing_lab.routing.budget import between, layer_fraction, per_layer, quantile_bounds, topk_count
-from routing_lab.routing.members import CapacityTraits, ScoreScale
 from routing_lab.routing.tokens import Selection
-
-Rounding = Literal["floor", "ceil", "round"]
-Shape = Literal["linear", "cosine"]
-Interpolation = Literal["linear", "lower", "higher", "midpoint", "nearest"]
 
 
 class FractionCapacity(Capacity):
@@ -83,7 +89,7 @@ class TopK(FractionCapacity):
         others: as for every capacity with a fraction.
     """
 
-    traits: ClassVar[CapacityTraits] = members.CAPACITIES["topk"]
+    traits: ClassVar[CapacityTraits] = TopKConfig.facts
 
     def __init__(
         self,
@@ -125,7 +131,7 @@ class Percentile(FractionCapacity):
         others: as for every capacity with a fraction.
     """
 
-    traits: ClassVar[CapacityTraits] = members.CAPACITIES["percentile"]
+    traits: ClassVar[CapacityTraits] = PercentileConfig.facts
 
     def __init__(
         self,
@@ -154,7 +160,7 @@ class Threshold(Capacity):
         order, protect: as for every capacity.
     """
 
-    traits: ClassVar[CapacityTraits] = members.CAPACITIES["threshold"]
+    traits: ClassVar[CapacityTraits] = ThresholdConfig.facts
 
     def __init__(self, spec: LayerSpec, *, threshold: float | Sequence[float] = 0.5, **common: Any) -> None:
         super().__init__(spec, **common)
@@ -176,7 +182,7 @@ class Argmax(Capacity):
         order, protect: as for every capacity.
     """
 
-    traits: ClassVar[CapacityTraits] = members.CAPACITIES["argmax"]
+    traits: ClassVar[CapacityTraits] = ArgmaxConfig.facts
 
     def __init__(self, spec: LayerSpec, *, boundary: float, **common: Any) -> None:
         super().__init__(spec, **common)
@@ -207,7 +213,7 @@ class Gumbel(FractionCapacity):
         others: as for every capacity with a fraction.
     """
 
-    traits: ClassVar[CapacityTraits] = members.CAPACITIES["gumbel"]
+    traits: ClassVar[CapacityTraits] = GumbelConfig.facts
 
     def __init__(
         self,
@@ -267,7 +273,7 @@ class InverseTransform(FractionCapacity):
         others: as for every capacity with a fraction; the scope is always the sample.
     """
 
-    traits: ClassVar[CapacityTraits] = members.CAPACITIES["inverse_transform"]
+    traits: ClassVar[CapacityTraits] = InverseTransformConfig.facts
 
     def __init__(
         self,

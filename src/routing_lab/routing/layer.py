@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from routing_lab.attention import AttentionStatistics, StatisticsRequest
+from routing_lab.axes.facts import SubLayer
 from routing_lab.routing.base import (
     Block,
     Bypass,
@@ -32,7 +33,6 @@ from routing_lab.routing.base import (
     Scaling,
 )
 from routing_lab.routing.counted import CountedBlock
-from routing_lab.routing.members import SubLayer
 from routing_lab.routing.routers import Corruption
 from routing_lab.routing.tokens import Selection, Tokens
 from routing_lab.routing.visibility import Visibility

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from routing_lab.attention import AttentionStatistics, StatisticsRequest
-from routing_lab.routing import members
+from routing_lab.axes.budget import merge_count, merge_schedule
+from routing_lab.axes.bypasses import MergeConfig
+from routing_lab.axes.facts import BypassTraits
 from routing_lab.routing.base import LayerSpec, Reduction
-from routing_lab.routing.budget import merge_count, merge_schedule
-from routing_lab.routing.members import BypassTraits
 from routing_lab.routing.tokens import Selection, Tokens
 
 
@@ -36,7 +36,7 @@ class Merge(Reduction):
         proportional: later layers add log(size) to the logits of each key.
     """
 
-    traits: ClassVar[BypassTraits] = members.BYPASSES["merge"]
+    traits: ClassVar[BypassTraits] = MergeConfig.facts
 
     def __init__(
         self,

@@ -12,18 +12,32 @@ import torch
 from torch import Tensor, nn
 
 from routing_lab.attention import StatisticsRequest
-from routing_lab.routing import members
+from routing_lab.axes.facts import RouterTraits
+from routing_lab.axes.routers import (
+    AttentionMedADRouterConfig,
+    AttentionReceivedRouterConfig,
+    AttentionVarianceRouterConfig,
+    ClassAttentionRouterConfig,
+    ConstantRouterConfig,
+    DenseRouterConfig,
+    HaltingRouterConfig,
+    HeadReduction,
+    LinearRouterConfig,
+    MixRouterConfig,
+    MLPRouterConfig,
+    PredictorRouterConfig,
+    RandomRouterConfig,
+    SubspaceRouterConfig,
+    ValueAttentionRouterConfig,
+)
 from routing_lab.routing.base import LayerSpec, Router, RouterInput, TwoWayRouter
-from routing_lab.routing.members import RouterTraits
 from routing_lab.routing.tokens import Tokens
-
-HeadReduction = Literal["mean", "max", "median", "head"]
 
 
 class DenseRouter(Router):
     """No routing: every layer is the backbone's own. It is never asked for a score."""
 
-    traits: ClassVar[RouterTraits] = members.ROUTERS["dense"]
+    traits: ClassVar[RouterTraits] = DenseRouterConfig.facts
 
     def score(self, inputs: RouterInput) -> Tensor:
         return torch.ones(inputs.tokens.x.shape[:2], device=inputs.tokens.x.device)
@@ -38,7 +52,7 @@ class LinearRouter(Router):
         normalize_input: apply a parameter-free layer norm to x first.
     """
 
-    traits: ClassVar[RouterTraits] = members.ROUTERS["linear"]
+    traits: ClassVar[RouterTraits] = LinearRouterConfig.facts
 
     def __init__(
         self, spec: LayerSpec, *, bias: bool = False, init_std: float = 0.02, normalize_input: bool = False
@@ -61,7 +75,7 @@ class MLPRouter(TwoWayRouter):
         normalize_input: apply a parameter-free layer norm to x first.
     """
 
-    traits: ClassVar[RouterTraits] = members.ROUTERS["mlp"]
+    traits: ClassVar[RouterTraits] = MLPRouterConfig.facts
 
     def __init__(self, spec: LayerSpec, *, hidden: int | None = None, normalize_input: bool = False) -> None:
         super().__init__(spec)
@@ -88,7 +102,7 @@ class PredictorRouter(TwoWayRouter):
         init_std: standard deviation of the initial weights (truncated normal); biases start at zero.
     """
 
-    traits: ClassVar[RouterTraits] = members.ROUTERS["predictor"]
+    traits: ClassVar[RouterTraits] = PredictorRouterConfig.facts
 
     def __init__(self, spec: LayerSpec, *, init_std: float = 0.02) -> None:
         super().__init__(spec)
@@ -127,7 +141,7 @@ class AttentionReceivedRouter(Router):
         exclude_keys: token kinds left out as keys, the others of each row renormalised.
     """
 
-    traits: ClassVar[RouterTraits] = members.ROUTERS["amod"]
+    traits: ClassVar[RouterTraits] = AttentionReceivedRouterConfig.facts
 
     def __init__(
         self,
@@ -166,7 +180,7 @@ class ClassAttentionRouter(Router):
         head: which head, for head_reduction=head.
     """
 
-    traits: ClassVar[RouterTraits] = members.ROUTERS["cls_attention"]
+    traits: ClassVar[RouterTraits] = ClassAttentionRouterConfig.facts
 
     def __init__(self, spec: LayerSpec, *, head_reduction: HeadReduction = "mean", head: int | None = None) -> None:
         super().__init__(spec)
@@ -188,7 +202,7 @@ class ValueAttentionRouter(ClassAttentionRouter):
         head_reduction, head: how the heads of a are combined, as for `amod`.
     """
 
-    traits: ClassVar[RouterTraits] = members.ROUTERS["value_attention"]
+    traits: ClassVar[RouterTraits] = ValueAttentionRouterConfig.facts
 
     def score(self, inputs: RouterInput) -> Tensor:
         assert inputs.attention is not None
@@ -211,7 +225,7 @@ class HaltingRouter(Router):
         channel: coordinate of the residual stream.
     """
 
-    traits: ClassVar[RouterTraits] = members.ROUTERS["halting"]
+    traits: ClassVar[RouterTraits] = HaltingRouterConfig.facts
 
     def __init__(self, spec: LayerSpec, *, gamma: float = 10.0, beta: float = 30.0, channel: int = 0) -> None:
         super().__init__(spec)
@@ -241,7 +255,7 @@ class AttentionVarianceRouter(Router):
         query: whose attention: `cls`, the class token; `gap`, the mean over patches; `all`, the mean over all tokens.
     """
 
-    traits: ClassVar[RouterTraits] = members.ROUTERS["attention_variance"]
+    traits: ClassVar[RouterTraits] = AttentionVarianceRouterConfig.facts
 
     def __init__(
         self,
@@ -276,7 +290,7 @@ class AttentionMedADRouter(Router):
         query: as for `attention_variance`.
     """
 
-    traits: ClassVar[RouterTraits] = members.ROUTERS["attention_medad"]
+    traits: ClassVar[RouterTraits] = AttentionMedADRouterConfig.facts
 
     def __init__(
         self,
@@ -315,7 +329,7 @@ class SubspaceRouter(Router):
         dims: coordinates of the residual stream.
     """
 
-    traits: ClassVar[RouterTraits] = members.ROUTERS["subspace"]
+    traits: ClassVar[RouterTraits] = SubspaceRouterConfig.facts
 
     def __init__(self, spec: LayerSpec, *, dims: Sequence[int] = (0,)) -> None:
         super().__init__(spec)
@@ -337,7 +351,7 @@ class MixRouter(AttentionReceivedRouter):
         head_reduction, head, exclude_queries, exclude_keys: as for `amod`.
     """
 
-    traits: ClassVar[RouterTraits] = members.ROUTERS["mix"]
+    traits: ClassVar[RouterTraits] = MixRouterConfig.facts
 
     def __init__(
         self,
@@ -378,7 +392,7 @@ class RandomRouter(Router):
             `strided`, the van der Corput sequence of the position: the highest k are spread evenly over the tokens.
     """
 
-    traits: ClassVar[RouterTraits] = members.ROUTERS["random"]
+    traits: ClassVar[RouterTraits] = RandomRouterConfig.facts
 
     def __init__(self, spec: LayerSpec, *, mode: Literal["iid", "fixed", "strided"] = "iid") -> None:
         super().__init__(spec)
@@ -401,7 +415,7 @@ class ConstantRouter(Router):
         value: the score.
     """
 
-    traits: ClassVar[RouterTraits] = members.ROUTERS["constant"]
+    traits: ClassVar[RouterTraits] = ConstantRouterConfig.facts
 
     def __init__(self, spec: LayerSpec, *, value: float = 1.0) -> None:
         super().__init__(spec)

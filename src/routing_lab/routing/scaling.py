@@ -10,12 +10,17 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from routing_lab.routing import members
+from routing_lab.axes.facts import ScalingTraits
+from routing_lab.axes.scalings import (
+    MultiplyConfig,
+    Normalize,
+    NoScalingConfig,
+    SoftMixConfig,
+    StraightThroughConfig,
+    Top1ProbabilityConfig,
+)
 from routing_lab.routing.base import Gates, Scaling
-from routing_lab.routing.members import ScalingTraits
 from routing_lab.routing.tokens import Selection
-
-Normalize = Literal["raw", "sigmoid", "tanh", "unit_mean", "unit_max", "softmax_kept"]
 
 
 class Multiply(Scaling):
@@ -27,7 +32,7 @@ class Multiply(Scaling):
         target: `update` or `output`, see `Scaling`.
     """
 
-    traits: ClassVar[ScalingTraits] = members.SCALINGS["multiply"]
+    traits: ClassVar[ScalingTraits] = MultiplyConfig.facts
 
     def __init__(self, *, normalize: Normalize = "raw", **common: Any) -> None:
         super().__init__(**common)
@@ -40,7 +45,7 @@ class Multiply(Scaling):
 class NoScaling(Scaling):
     """y_i = x_i + u_i (A-MoD, Eq. 5): the score selects and nothing else, so a learned router gets no gradient."""
 
-    traits: ClassVar[ScalingTraits] = members.SCALINGS["none"]
+    traits: ClassVar[ScalingTraits] = NoScalingConfig.facts
 
     def gates(self, scores: Tensor, selection: Selection) -> Gates:
         return Gates()
@@ -62,7 +67,7 @@ class StraightThrough(Scaling):
     1 with its gradient.
     """
 
-    traits: ClassVar[ScalingTraits] = members.SCALINGS["straight_through"]
+    traits: ClassVar[ScalingTraits] = StraightThroughConfig.facts
 
     def __init__(
         self,
@@ -96,7 +101,7 @@ class SoftMix(Scaling):
         evaluate: `hard`: in evaluation only the chosen path runs, unweighted (Eq. 2); `soft`: as in training.
     """
 
-    traits: ClassVar[ScalingTraits] = members.SCALINGS["soft_mix"]
+    traits: ClassVar[ScalingTraits] = SoftMixConfig.facts
 
     def __init__(self, *, evaluate: Literal["hard", "soft"] = "hard") -> None:
         super().__init__()
@@ -111,7 +116,7 @@ class SoftMix(Scaling):
 class Top1Probability(Scaling):
     """The chosen path times its probability: p_i u_i for kept tokens, (1 - p_i) b_i for the others (DTRNet's code)."""
 
-    traits: ClassVar[ScalingTraits] = members.SCALINGS["top1_probability"]
+    traits: ClassVar[ScalingTraits] = Top1ProbabilityConfig.facts
 
     def __init__(self) -> None:
         super().__init__()

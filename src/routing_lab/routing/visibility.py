@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from routing_lab.routing import members
-from routing_lab.routing.members import VisibilityTraits
+from routing_lab.axes.facts import VisibilityTraits
+from routing_lab.axes.visibilities import AllConfig, KeptConfig
 
 
 class Visibility:
@@ -17,10 +17,10 @@ class Visibility:
 class Kept(Visibility):
     """Kept tokens attend to kept tokens only (Mixture-of-Depths; DTRNet Eq. 6): bypassed tokens cost nothing."""
 
-    traits: ClassVar[VisibilityTraits] = members.VISIBILITIES["kept"]
+    traits: ClassVar[VisibilityTraits] = KeptConfig.facts
 
 
 class All(Visibility):
     """Kept tokens attend to every token (DTRNet Eq. 4): keys and values are computed for all."""
 
-    traits: ClassVar[VisibilityTraits] = members.VISIBILITIES["all"]
+    traits: ClassVar[VisibilityTraits] = AllConfig.facts

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from routing_lab.axes import AXES
 from routing_lab.keys import LATER, VOLATILE
 from routing_lab.runs.files import natural
 
@@ -31,7 +32,7 @@ RUNNING, FINISHED, FAILED, INTERRUPTED = "running", "finished", "failed", "inter
 STATUSES = (RUNNING, FINISHED, FAILED, INTERRUPTED)
 """What a writer puts into `status`. Reading adds `unreadable`, with the cause under `reason`."""
 
-AXES = ("backbone", "router", "scaling", "capacity", "placement", "bypass", "visibility", "data", "init")
+CHOICES = ("backbone", *AXES, "data", "init")
 """The choices that define an arm; `axes` holds for each of them the member's name and its options."""
 
 SECTIONS = ("axes", "config", "metrics", "cost", "routing", "environment", "git", "data", "init")
@@ -72,7 +73,7 @@ def new_record(config: Mapping[str, Any], *, run_id: str, name: str, command: st
         "warnings": [],
     }
     record["config"] = dict(config)
-    record["axes"] = {axis: _visible(config[axis]) for axis in AXES if isinstance(config.get(axis), Mapping)}
+    record["axes"] = {axis: _visible(config[axis]) for axis in CHOICES if isinstance(config.get(axis), Mapping)}
     return record
 
 

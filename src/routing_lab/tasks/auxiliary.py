@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from routing_lab.config.checks import locate
+from routing_lab.axes.base import locate
 from routing_lab.routing.base import Trace
 
 if TYPE_CHECKING:
-    from routing_lab.config.schema import LossConfig
+    from routing_lab.axes.losses import LossConfig
 
 
 class AuxiliaryLosses:

@@ -34,8 +34,8 @@ from routing_lab.tasks.auxiliary import AuxiliaryLosses
 if TYPE_CHECKING:
     from timm.scheduler.scheduler import Scheduler
 
+    from routing_lab.axes.losses import LossConfig
     from routing_lab.config import Config
-    from routing_lab.config.schema import LossConfig
     from routing_lab.config.training import TrainConfig
     from routing_lab.cost.macs import ModelShape
 

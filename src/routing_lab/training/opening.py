@@ -10,8 +10,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from routing_lab.assembly import build_model
+from routing_lab.axes.base import locate
 from routing_lab.config import Config, check
-from routing_lab.config.checks import locate
 from routing_lab.routing.model import RoutedModel
 from routing_lab.runs.folder import RunFolder
 from routing_lab.runs.records import read_record

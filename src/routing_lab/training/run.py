@@ -19,8 +19,9 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from routing_lab.assembly import build_model
+from routing_lab.axes import AXES
+from routing_lab.axes.base import locate
 from routing_lab.config import Config, Loaded, check, identity, load, run_folder, run_name
-from routing_lab.config.checks import locate
 from routing_lab.config.isoflop import full_size
 from routing_lab.config.problems import Problem
 from routing_lab.config.training import TrainConfig
@@ -48,8 +49,6 @@ from routing_lab.training.weights import load_weights, read_weights
 SHARED_WIDTH = 128
 """Backbones narrower than this run on one thread: their operations are too short to be shared out, and threads that
 wait for each other cost most of the time on a machine that others use too (see benchmarks/README.md)."""
-
-ROUTING_AXES = ("router", "scaling", "capacity", "placement", "bypass", "visibility")
 
 
 def run_cell(
@@ -99,7 +98,7 @@ def dense_cell(config: Config, resolved: Mapping[str, Any]) -> Loaded:
         init = {"kind": "scratch"}
     node = {
         **{key: value for key, value in full_size(resolved).items() if key != "hydra"},
-        **{axis: defaults[axis] for axis in (*ROUTING_AXES, "losses")},
+        **{axis: defaults[axis] for axis in (*AXES, "losses")},
         "train": train,
         "init": init,
         "arm": "dense",

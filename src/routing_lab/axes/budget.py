@@ -4,6 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a routed layer may choose from, in evaluation, before any score is known.
+
+    tokens: tokens that may be kept. first_tokens: those that entered the first layer. prefix: prefix tokens among
+    either. rank: position of the layer among the `num_routed` routed ones.
+    """
+
+    tokens: int
+    first_tokens: int
+    prefix: int
+    rank: int
+    num_routed: int
 
 
 def layer_fraction(

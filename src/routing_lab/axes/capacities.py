@@ -1,0 +1,227 @@
+"""The axis `capacity`: how many tokens are kept, by which rule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar, Literal, TypeAlias
+
+from pydantic import Field
+
+from routing_lab.axes.base import (
+    Beside,
+    Fraction,
+    Member,
+    Name,
+    Outside,
+    Positive,
+    Refusal,
+    locate,
+    registry,
+    shipped,
+)
+from routing_lab.axes.budget import Offer, layer_fraction, percentile_count, topk_count
+from routing_lab.axes.facts import BackboneFacts, CapacityTraits
+
+Order: TypeAlias = Literal["highest", "lowest"]
+Protect: TypeAlias = Literal["none", "class", "prefix"]
+Persist: TypeAlias = Literal["per_layer", "hierarchical"]
+DepthSchedule: TypeAlias = Literal["constant", "linear", "cosine", "power"]
+Shape: TypeAlias = Literal["linear", "cosine"]
+Scope: TypeAlias = Literal["sample", "batch"]
+Rounding: TypeAlias = Literal["floor", "ceil", "round"]
+CountOf: TypeAlias = Literal["current", "initial"]
+Compare: TypeAlias = Literal["ge", "gt"]
+Interpolation: TypeAlias = Literal["linear", "lower", "higher", "midpoint", "nearest"]
+
+
+class CapacityConfig(Member):
+    """Keys that every capacity has; they are options of its class too."""
+
+    given: ClassVar[frozenset[str]] = frozenset({"self", "spec", "boundary", "scale"})
+    facts: ClassVar[CapacityTraits] = CapacityTraits(has_fraction=False)
+
+    order: Order = "highest"
+    protect: Protect = "prefix"
+    persist: Persist = "per_layer"
+
+    @property
+    def traits(self) -> CapacityTraits:
+        """Its facts. Raises UnknownTarget."""
+        return self.stated(self.facts)
+
+    @property
+    def budget(self) -> str:
+        """What the run's name says of how much is kept: a number, `0.7to0.3` for a list, or nothing."""
+        value = self.options.get(self.traits.budget)
+        numbers = value if isinstance(value, list) else [value]
+        if not numbers or any(isinstance(n, bool) or not isinstance(n, int | float) for n in numbers):
+            return ""
+        return f"{numbers[0]:g}to{numbers[-1]:g}" if isinstance(value, list) else f"{value:g}"
+
+    def num_protected(self, prefix: int) -> int:
+        """How many of `prefix` prefix tokens are always kept."""
+        return {"none": 0, "class": min(1, prefix), "prefix": prefix}[self.protect]
+
+    def kept(self, offer: Offer) -> int | None:
+        """How many tokens a routed layer keeps in evaluation; None: that depends on the scores."""
+        return None
+
+    def refusals(self, facts: BackboneFacts) -> Iterator[Refusal]:
+        if self.protect == "class" and "class" not in facts.prefix:
+            yield "capacity.protect", "class", "this backbone has no class token; use none or prefix"
+
+
+class FractionCapacityConfig(CapacityConfig):
+    """Capacities that keep a stated fraction of the tokens."""
+
+    facts: ClassVar[CapacityTraits] = CapacityTraits(ragged=True, compares=True)
+    per_layer: ClassVar[tuple[str, ...]] = ("fraction",)
+
+    fraction: Fraction | list[Fraction] = 0.5
+    fraction_last: Fraction | None = None
+    depth_schedule: DepthSchedule = "constant"
+    warmup: float = Field(default=0.0, ge=0, lt=1)
+    warmup_hold: float = Field(default=0.0, ge=0, lt=1)
+    warmup_start: Fraction = 1.0
+    warmup_shape: Shape = "linear"
+    scope: Scope = "sample"
+
+    def fraction_of(self, offer: Offer) -> float:
+        """The final fraction of a routed layer."""
+        return layer_fraction(self.fraction, offer.rank, offer.num_routed, self.fraction_last, self.depth_schedule)
+
+    def refusals(self, facts: BackboneFacts) -> Iterator[Refusal]:
+        yield from super().refusals(facts)
+        if self.depth_schedule == "constant":
+            return
+        if self.fraction_last is None and self.depth_schedule != "power":
+            message = f"capacity.depth_schedule={self.depth_schedule} needs the fraction of the last routed layer"
+            yield "capacity.fraction_last", None, message
+        if isinstance(self.fraction, list):
+            message = "needs one number as capacity.fraction, not a list with a value for every routed layer"
+            yield "capacity.depth_schedule", self.depth_schedule, message
+
+    def remarks(self, beside: Beside) -> Iterator[str]:
+        fractions = self.fraction if isinstance(self.fraction, list) else [self.fraction]
+        last = [self.fraction_last] if self.fraction_last and self.depth_schedule != "constant" else []
+        if all(fraction == 1 for fraction in [*fractions, *last]) and not beside.bypass.traits.merges:
+            yield "capacity.fraction=1 keeps every token: only the scaling distinguishes this arm from the dense model"
+        if self.fraction_last is not None and self.depth_schedule == "constant":
+            yield "capacity.fraction_last has no effect with capacity.depth_schedule=constant"
+        if self.warmup and beside.epochs == 0:
+            yield "capacity.warmup has no effect without training (train.epochs=0)"
+
+
+class TopKConfig(FractionCapacityConfig):
+    """`capacity=topk`."""
+
+    facts: ClassVar[CapacityTraits] = CapacityTraits(compares=True)
+
+    name: Name = "topk"
+    class_path: str = shipped("routing_lab.routing.capacity.TopK")
+    rounding: Rounding = "floor"
+    count: CountOf = "current"
+    count_prefix: bool = True
+
+    def kept(self, offer: Offer) -> int:
+        return topk_count(
+            self.fraction_of(offer),
+            self.rounding,
+            offer.tokens,
+            base=offer.first_tokens if self.count == "initial" else offer.tokens,
+            num_uncounted=0 if self.count_prefix else offer.prefix,
+            num_protected=self.num_protected(offer.prefix),
+        )
+
+
+class GumbelConfig(FractionCapacityConfig):
+    """`capacity=gumbel`."""
+
+    facts: ClassVar[CapacityTraits] = CapacityTraits(ragged=True, relaxes=True, compares=True)
+
+    name: Name = "gumbel"
+    class_path: str = shipped("routing_lab.routing.capacity.Gumbel")
+    temperature: float = Field(default=1.0, gt=0)
+    rounding: Rounding = "floor"
+
+    def kept(self, offer: Offer) -> int:
+        return topk_count(
+            self.fraction_of(offer),
+            self.rounding,
+            offer.tokens,
+            base=offer.first_tokens,
+            num_uncounted=offer.prefix,
+            num_protected=self.num_protected(offer.prefix),
+        )
+
+
+class PercentileConfig(FractionCapacityConfig):
+    """`capacity=percentile`."""
+
+    name: Name = "percentile"
+    class_path: str = shipped("routing_lab.routing.capacity.Percentile")
+    compare: Compare = "ge"
+    interpolation: Interpolation = "linear"
+
+    def kept(self, offer: Offer) -> int:
+        count = percentile_count(self.fraction_of(offer), offer.tokens, self.compare, self.interpolation)
+        return max(self.num_protected(offer.prefix), count)
+
+
+class ThresholdConfig(CapacityConfig):
+    """`capacity=threshold`."""
+
+    facts: ClassVar[CapacityTraits] = CapacityTraits(has_fraction=False, budget="threshold", ragged=True)
+    per_layer: ClassVar[tuple[str, ...]] = ("threshold",)
+
+    name: Name = "threshold"
+    class_path: str = shipped("routing_lab.routing.capacity.Threshold")
+    threshold: float | list[float] = 0.5
+
+    def remarks(self, beside: Beside) -> Iterator[str]:
+        lowest = min(self.threshold) if isinstance(self.threshold, list) else self.threshold
+        if beside.router.traits.unit_mass and lowest >= 0.5 and self.order == "highest":
+            yield (
+                f"capacity.threshold={self.threshold} is far above the scores of router={beside.router.name}, whose "
+                "mean is 1/N: hardly any token is kept"
+            )
+
+
+class ArgmaxConfig(CapacityConfig):
+    """`capacity=argmax`."""
+
+    facts: ClassVar[CapacityTraits] = CapacityTraits(has_fraction=False, needs_choice=True, ragged=True)
+
+    name: Name = "argmax"
+    class_path: str = shipped("routing_lab.routing.capacity.Argmax")
+
+
+class InverseTransformConfig(FractionCapacityConfig):
+    """`capacity=inverse_transform`."""
+
+    facts: ClassVar[CapacityTraits] = CapacityTraits(ragged=True, needs_positive=True, compares=True)
+
+    name: Name = "inverse_transform"
+    class_path: str = shipped("routing_lab.routing.capacity.InverseTransform")
+    points: Literal["ends", "middles"] = "ends"
+    sort: bool = True
+    at_least: Positive = 8
+    count: CountOf = "current"
+
+
+class OutsideCapacityConfig(CapacityConfig, Outside):
+    """A capacity from outside the package; where its class says so, by `nominal_kept`, its cost is known beforehand."""
+
+    def kept(self, offer: Offer) -> int | None:
+        say = getattr(locate(self.class_path), "nominal_kept", None)
+        return None if say is None else say(offer, **self.options)
+
+
+CAPACITIES = registry(
+    TopKConfig,
+    GumbelConfig,
+    PercentileConfig,
+    ThresholdConfig,
+    ArgmaxConfig,
+    InverseTransformConfig,
+)

@@ -1,0 +1,307 @@
+"""Refusals: what each value allows alone, but not together. A check yields `Problem`s, see `routing_lab.config.checks`.
+
+What a member refuses alone on a backbone it says itself, in `routing_lab.axes`; here it is asked for facts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from routing_lab.axes import AXES
+from routing_lab.axes.base import UnknownTarget
+from routing_lab.axes.bypasses import BypassConfig
+from routing_lab.axes.capacities import CapacityConfig
+from routing_lab.axes.facts import BackboneFacts
+from routing_lab.axes.losses import LossConfig
+from routing_lab.axes.placements import PlacementConfig
+from routing_lab.axes.routers import ROUTERS, RouterConfig
+from routing_lab.axes.scalings import ScalingConfig
+from routing_lab.config.checks import Check, takes_options
+from routing_lab.config.problems import Problem, one_line
+from routing_lab.config.schema import BackboneConfig, IsoflopConfig, LlamaBackbone, TaskConfig, TimmBackbone
+from routing_lab.config.training import CheckpointInit, DenseInit, InitConfig, PretrainedInit, ScratchInit, TrainConfig
+from routing_lab.data.inspect import inspect as inspect_data
+from routing_lab.data.schema import DataConfig
+from routing_lab.keys import LATER
+
+# --- refusals: backbone ---
+
+
+def backbone_shape(backbone: BackboneConfig) -> Iterator[Problem]:
+    """Width divides into heads, the image into patches, and the pooled token exists."""
+    if backbone.width % backbone.heads:
+        yield Problem.of("backbone.heads", backbone.heads, f"must divide backbone.width={backbone.width}")
+    if isinstance(backbone, LlamaBackbone):
+        if backbone.heads % backbone.kv_heads:
+            yield Problem.of("backbone.kv_heads", backbone.kv_heads, f"must divide backbone.heads={backbone.heads}")
+        if backbone.width // backbone.heads % 2:
+            yield Problem.of("backbone.width", backbone.width, "must give every head an even width (rotary embedding)")
+    if not isinstance(backbone, TimmBackbone):
+        return
+    size, patch, stride = backbone.image_size, backbone.patch_size, backbone.patch_stride
+    if stride is None and size % patch:
+        yield Problem.of("backbone.image_size", size, f"must be a multiple of backbone.patch_size={patch}")
+    elif stride is not None and stride > patch:
+        yield Problem.of("backbone.patch_stride", stride, f"must be at most backbone.patch_size={patch}")
+    elif patch > size:
+        yield Problem.of("backbone.patch_size", patch, f"must be at most backbone.image_size={size}")
+    if backbone.pool == "token" and not backbone.class_token:
+        yield Problem.of("backbone.pool", "token", "needs backbone.class_token=true; use backbone.pool=avg")
+    if backbone.distilled and not backbone.class_token:
+        yield Problem.of("backbone.distilled", True, "needs backbone.class_token=true")
+    if backbone.timm_name is None:
+        for key in ("mlp_ratio", "qk_norm", "pool", "mlp"):
+            if getattr(backbone, key) is None:
+                yield Problem.of(f"backbone.{key}", None, "may be null only where backbone.timm_name is set")
+
+
+def backbone_can_be_trained(backbone: BackboneConfig, init: InitConfig) -> Iterator[Problem]:
+    """The command trains on images, and published weights need a name."""
+    if isinstance(backbone, LlamaBackbone):
+        yield Problem.of("backbone", backbone.name, "is a language model; training takes images: use routing_lab.route")
+    elif isinstance(init, PretrainedInit) and getattr(backbone, "timm_name", None) is None:
+        yield Problem.of("init", "pretrained", f"needs backbone.timm_name; backbone={backbone.name} has none")
+
+
+# --- where ---
+
+
+def placed_layers(placement: PlacementConfig, router: RouterConfig, facts: BackboneFacts) -> Iterator[Problem]:
+    """The routed layers exist, there is at least one, and the attention they are scored by is there."""
+    if not router.traits.routes:
+        return
+    try:
+        routed = placement.routed(facts.depth)
+    except (ValueError, TypeError, UnknownTarget) as error:
+        yield Problem.from_error(error, "placement")
+        return
+    if not routed:
+        message = f"routes none of the {facts.depth} layers; use router=dense for that"
+        yield Problem.of("placement", placement.name, message)
+        return
+    if router.traits.attention:
+        try:
+            placement.sources(routed, facts.depth)
+        except ValueError as error:
+            yield Problem.from_error(error, "placement.attention_source")
+
+
+def sublayer_allows(placement: PlacementConfig, bypass: BypassConfig, router: RouterConfig) -> Iterator[Problem]:
+    """The bypass is defined for the part of the layer that is routed."""
+    allowed = bypass.traits.sublayers
+    if router.traits.routes and placement.sublayer not in allowed:
+        message = f"is defined for placement.sublayer={_or(allowed)} only, not {placement.sublayer}"
+        yield Problem.of("bypass", bypass.name, message)
+
+
+# --- members ---
+
+
+def members_fit_the_backbone(
+    sections: Mapping[str, Any], router: RouterConfig, facts: BackboneFacts
+) -> Iterator[Problem]:
+    """What every member refuses by itself; where nothing is routed, only the router is asked."""
+    for axis in AXES if router.traits.routes else ("router",):
+        if axis in sections:
+            yield from (Problem.of(*refusal) for refusal in sections[axis].refusals(facts))
+
+
+def lists_have_an_entry_a_layer(
+    sections: Mapping[str, Any], placement: PlacementConfig, router: RouterConfig, facts: BackboneFacts
+) -> Iterator[Problem]:
+    """A list with one value per routed layer has that many."""
+    if not router.traits.routes:
+        return
+    try:
+        count = len(placement.routed(facts.depth))
+    except (ValueError, TypeError, UnknownTarget):
+        return
+    members = {axis: sections[axis] for axis in AXES if axis in sections}
+    members |= {f"losses.{name}": loss for name, loss in sections.get("losses", {}).items()}
+    for prefix, member in members.items():
+        for key in member.per_layer if member.is_shipped else ():
+            value = getattr(member, key)
+            if isinstance(value, list) and len(value) != count:
+                message = f"has {len(value)} entries for {count} routed layers; give one each, or a number"
+                yield Problem.of(f"{prefix}.{key}", value, message)
+
+
+def capacity_fits(capacity: CapacityConfig, router: RouterConfig) -> Iterator[Problem]:
+    """The rule gets from the router what it goes by: a decision, a learned score, or scores to sample by."""
+    rule, source = capacity.traits, router.traits
+    if not source.routes:
+        return
+    if rule.needs_choice and not source.choice:
+        yield Problem.of(
+            "capacity",
+            capacity.name,
+            f"follows the router's own decision, and router={router.name} makes none; use {_routers('choice')}, or "
+            "another capacity",
+        )
+    if rule.relaxes and not source.learned:
+        message = f"draws decisions by a learned score, and router={router.name} has none; use {_routers('learned')}"
+        yield Problem.of("capacity", capacity.name, message)
+    if rule.needs_positive and not source.positive:
+        yield Problem.of(
+            "capacity",
+            capacity.name,
+            f"samples in proportion to the scores, and those of router={router.name} may be negative; "
+            f"use {_routers('positive')}",
+        )
+    if rule.needs_positive and capacity.order != "highest":
+        message = f"capacity={capacity.name} samples in proportion to the scores"
+        yield Problem.of("capacity.order", capacity.order, message)
+
+
+def prefix_survives(
+    capacity: CapacityConfig, router: RouterConfig, bypass: BypassConfig, facts: BackboneFacts
+) -> Iterator[Problem]:
+    """What removes tokens leaves those that the head, or a class-token score, finds by their position."""
+    traits, score = bypass.traits, router.traits
+    if not score.routes or not traits.removes or not facts.prefix:
+        return
+    is_protected = capacity.num_protected(len(facts.prefix)) == len(facts.prefix)
+    if not is_protected and (score.attention or not traits.restores):
+        reason = f"router={router.name} reads" if traits.restores else "the head reads"
+        yield Problem.of(
+            "capacity.protect",
+            capacity.protect,
+            f"bypass={bypass.name} removes tokens, and {reason} the {', '.join(sorted(set(facts.prefix)))} token: use "
+            "protect=prefix",
+        )
+
+
+def removal_fits(bypass: BypassConfig, router: RouterConfig, facts: BackboneFacts) -> Iterator[Problem]:
+    """Tokens may be removed where no output belongs to each."""
+    if router.traits.routes and facts.causal and bypass.traits.removes and not bypass.traits.restores:
+        message = "removes tokens, and a language model has an output for every one; use skip"
+        yield Problem.of("bypass", bypass.name, message)
+
+
+def scaling_fits(
+    scaling: ScalingConfig, router: RouterConfig, placement: PlacementConfig, bypass: BypassConfig
+) -> Iterator[Problem]:
+    """The output rule is defined for this router, this part of the layer and this bypass."""
+    traits = scaling.traits
+    if not router.traits.routes:
+        return
+    if traits.needs_probability and not router.traits.probability:
+        gives_none = f"router={router.name} does not give; use {_routers('probability')}"
+        yield Problem.of("scaling", scaling.name, f"weighs two paths by a probability, which {gives_none}")
+    if placement.sublayer not in traits.sublayers:
+        message = f"is defined for placement.sublayer={_or(traits.sublayers)} only, not {placement.sublayer}"
+        yield Problem.of("scaling", scaling.name, message)
+    if traits.bypasses is not None and bypass.name not in traits.bypasses:
+        message = f"is defined for bypass={_or(traits.bypasses)} only, not {bypass.name}"
+        yield Problem.of("scaling", scaling.name, message)
+
+
+# --- auxiliary losses ---
+
+
+def losses_fit(
+    losses: Mapping[str, LossConfig], router: RouterConfig, capacity: CapacityConfig, placement: PlacementConfig
+) -> Iterator[Problem]:
+    """Every auxiliary loss finds in the trace what it reads, and a target."""
+    if not router.traits.routes:
+        return
+    if placement.active == "eval" and any(loss.weight for loss in losses.values()):
+        message = f"nothing is routed in training that losses={', '.join(losses)} could read; use both"
+        yield Problem.of("placement.active", "eval", message)
+    for name, loss in losses.items():
+        if not loss.is_shipped:
+            yield from takes_options(f"losses.{name}", loss.class_path, loss.options, loss.given)
+            continue
+        reads = loss.traits.reads
+        if reads == "logits" and not router.traits.learned:
+            has_none = f"router={router.name} has none; use {_routers('learned')}"
+            yield Problem.of("losses", name, f"reads a learned router's logits, and {has_none}")
+        elif reads == "probability" and not router.traits.probability:
+            gives_none = f"router={router.name} does not give; use {_routers('probability')}"
+            yield Problem.of("losses", name, f"reads attend probabilities, which {gives_none}")
+        if loss.traits.needs_target and loss.options["target"] is None and not capacity.traits.has_fraction:
+            message = f"capacity={capacity.name} aims at no fraction: give one, in (0, 1]"
+            yield Problem.of(f"losses.{name}.target", None, message)
+
+
+# --- files and recipe ---
+
+
+def data_exist(data: DataConfig) -> Iterator[Problem]:
+    """The data set is where it is said to be and has at least two classes."""
+    for key, value, message in inspect_data(data):
+        yield Problem.of(key, value, one_line(message))
+
+
+def task_exists(task: TaskConfig) -> Iterator[Problem]:
+    """A task from outside the package has a class that takes its options."""
+    if {"name": task.name, "_target_": task.class_path, **task.options} == LATER["task"]:
+        return
+    given = frozenset({"model", "train", "seed", "outputs", "teacher", "losses"})
+    yield from takes_options("task", task.class_path, task.options, given)
+
+
+def checkpoint_exists(init: InitConfig) -> Iterator[Problem]:
+    """The checkpoint file is there."""
+    if isinstance(init, CheckpointInit):
+        path = Path(init.path).expanduser()
+        if not path.is_file():
+            yield Problem.of("init.path", init.path, f"no such file (looked at {path.absolute()})")
+
+
+def dense_run_is_trained(init: InitConfig, train: TrainConfig) -> Iterator[Problem]:
+    """Adapting a dense run without training leaves open how long that dense run was trained."""
+    if isinstance(init, DenseInit) and train.epochs == 0 and init.epochs is None:
+        yield Problem.of("init.epochs", None, "train.epochs=0 needs the number of epochs of the dense run")
+
+
+def teacher_is_trained(init: InitConfig, train: TrainConfig) -> Iterator[Problem]:
+    """A teacher that is the model the run starts from has learned something."""
+    if train.distils and train.distill_teacher == "initial" and isinstance(init, ScratchInit):
+        yield Problem.of(
+            "train.distill_teacher",
+            "initial",
+            "init=scratch starts from random weights; use init=dense, pretrained or checkpoint",
+        )
+
+
+def isoflop_fits(isoflop: IsoflopConfig, init: InitConfig, train: TrainConfig) -> Iterator[Problem]:
+    """Weights of another width cannot be taken over, and a smaller model teaches no better."""
+    if isoflop.by == "width" and isinstance(init, PretrainedInit | DenseInit):
+        message = f"init={init.kind} has weights of another width; use init=scratch, or isoflop.by=depth"
+        yield Problem.of("isoflop.by", "width", message)
+    if isoflop.by != "none" and train.distils and train.distill_teacher == "initial":
+        message = "the model of isoflop starts smaller than the one it would learn from; use dense"
+        yield Problem.of("train.distill_teacher", "initial", message)
+
+
+REFUSALS: tuple[Check, ...] = (
+    backbone_shape,
+    backbone_can_be_trained,
+    placed_layers,
+    sublayer_allows,
+    members_fit_the_backbone,
+    lists_have_an_entry_a_layer,
+    capacity_fits,
+    prefix_survives,
+    removal_fits,
+    scaling_fits,
+    losses_fit,
+    data_exist,
+    task_exists,
+    checkpoint_exists,
+    dense_run_is_trained,
+    isoflop_fits,
+    teacher_is_trained,
+)
+
+
+def _routers(fact: str) -> str:
+    """The shipped routers of which a fact holds, as one would choose them."""
+    return f"router={_or(name for name, member in ROUTERS.items() if getattr(member.facts, fact))}"
+
+
+def _or(names: Iterable[str]) -> str:
+    return " or ".join(names)
