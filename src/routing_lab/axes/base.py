@@ -86,6 +86,17 @@ class Targeted(Strict):
         """Whether what stands behind it is what this class describes."""
         return self.class_path == self.shipped_path()
 
+    @property
+    def states_facts(self) -> bool:
+        """Whether its facts are stated and not assumed: it ships, or its class has `traits` of its own.
+
+        Raises UnknownTarget.
+        """
+        if self.is_shipped:
+            return True
+        kinds = getattr(locate(self.class_path), "__mro__", ())
+        return any("traits" in vars(kind) for kind in kinds if not kind.__module__.startswith("routing_lab."))
+
     def stated(self, facts: Stated) -> Stated:
         """`facts` of a shipped member; of another the `traits` of its own class, or `facts` where it states none.
 

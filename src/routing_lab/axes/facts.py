@@ -70,6 +70,7 @@ class ScalingTraits:
     needs_probability: the rule is defined only for a router whose scores are two-way probabilities.
     sublayers: the parts of a block that may be routed under this rule.
     bypasses: the bypass members it is defined with; None: any.
+    every_token: in evaluation, too, the update of every token is computed, whatever is kept.
     """
 
     uses_score: bool = True
@@ -78,6 +79,7 @@ class ScalingTraits:
     needs_probability: bool = False
     sublayers: tuple[SubLayer, ...] = SUBLAYERS
     bypasses: tuple[str, ...] | None = None
+    every_token: bool = False
 
 
 @dataclass(frozen=True, slots=True)

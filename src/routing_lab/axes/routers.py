@@ -54,7 +54,7 @@ class RouterConfig(Member):
 
     def weights(self, width: int) -> int | None:
         """Entries of its matrices, each a multiply-accumulate for every token; None: only its class knows."""
-        return None if self.traits.learned else 0
+        return 0 if self.states_facts and not self.traits.learned else None
 
     def refusals(self, facts: BackboneFacts) -> Iterator[Refusal]:
         if self.needs_class_token and "class" not in facts.prefix:

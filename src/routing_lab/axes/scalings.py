@@ -26,7 +26,7 @@ class ScalingConfig(Member):
     @property
     def computes_every_token(self) -> bool:
         """Whether in evaluation the update of every token is computed, whatever is kept."""
-        return False
+        return self.traits.every_token
 
 
 class NoScalingConfig(ScalingConfig):

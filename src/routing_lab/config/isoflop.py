@@ -17,6 +17,7 @@ from routing_lab.config.nominal import (
     layer_tokens,
     nominal_counts,
     routing_rules,
+    unsaid,
 )
 from routing_lab.config.problems import Problem
 from routing_lab.config.schema import (
@@ -94,6 +95,9 @@ def _target(config: Config, full: ModelShape) -> float | Problem:
     key = "isoflop.target_macs"
     if not config.router.traits.routes:
         message = f"router={config.router.name} routes nothing: choose the arm to be matched, or give the MACs"
+        return Problem.of(key, None, message)
+    if members := unsaid(config):
+        message = f"only a run tells what {' '.join(members)} computes: its class has no `traits`; give the MACs"
         return Problem.of(key, None, message)
     routed = config.placement.routed(full.depth)
     counts = nominal_counts(config, routed, full.depth, full.tokens, full.prefix)

@@ -1,7 +1,8 @@
 """What a checked configuration costs by its own numbers, before any model exists: token counts and router costs.
 
 Counts are those of one example in evaluation, at the capacity's final fraction. Where they depend on the scores, as
-under `capacity=threshold`, there is no nominal cost.
+under `capacity=threshold`, there is no nominal cost; nor where a member from outside the package does not say what it
+computes, see `unsaid`.
 """
 
 from __future__ import annotations
@@ -47,6 +48,12 @@ class Treated:
     scored: int = 0
 
 
+def unsaid(axes: RoutingAxes) -> list[str]:
+    """The members from outside the package whose class states no facts, so that only a run tells what they compute."""
+    members = {"scaling": axes.scaling, "bypass": axes.bypass}
+    return [f"{axis}={member.name}" for axis, member in members.items() if not member.states_facts]
+
+
 def routing_rules(axes: RoutingAxes, routed: Sequence[int], depth: int) -> list[LayerRule]:
     """Which part of each layer only the kept tokens pay; dense where every token is computed whatever is kept."""
     bypass, placement = axes.bypass.traits, axes.placement
@@ -66,7 +73,7 @@ def routing_rules(axes: RoutingAxes, routed: Sequence[int], depth: int) -> list[
 def nominal_counts(
     axes: RoutingAxes, routed: Sequence[int], depth: int, tokens: int, prefix: int
 ) -> list[Treated] | None:
-    """Token counts of every layer; None where they depend on the scores.
+    """Token counts of every layer; None where they depend on the scores, or are not said.
 
     Args:
         axes: the configuration.
@@ -74,6 +81,8 @@ def nominal_counts(
         depth: number of layers.
         tokens: tokens that enter the first layer, `prefix` of them before the patches.
     """
+    if unsaid(axes):
+        return None
     if axes.placement.active == "train":
         routed = ()
     bypass = axes.bypass.traits

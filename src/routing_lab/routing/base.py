@@ -167,6 +167,10 @@ def log_odds(scores: Tensor, scale: ScoreScale) -> Tensor:
 class Capacity(nn.Module, ABC):
     """The budget and the rule: turns scores into a selection.
 
+    Subclasses implement `select`. One from outside the package may say beforehand what it keeps: `traits.budget` names
+    the option that stands in the run's name, and a static method `nominal_kept(offer, **options)` gives the number of
+    tokens, see `routing_lab.axes.budget.Offer`, or None where that depends on the scores.
+
     Args:
         order: whether the highest or the lowest scores are kept.
         protect: prefix tokens that are always kept and count towards the budget: `none`, `class` or all of `prefix`.
