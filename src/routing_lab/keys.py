@@ -20,6 +20,8 @@ LATER: Mapping[str, Any] = MappingProxyType(
         "placement.active": "both",
         "data.duplicates": "refuse",
         "init.entry": None,
+        "init.path": None,
+        "init.readout": False,
         "task": {"name": "classification", "_target_": "routing_lab.tasks.classification.Classification"},
     }
 )

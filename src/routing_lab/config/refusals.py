@@ -244,11 +244,13 @@ def task_exists(task: TaskConfig) -> Iterator[Problem]:
 
 
 def checkpoint_exists(init: InitConfig) -> Iterator[Problem]:
-    """The checkpoint file is there."""
-    if isinstance(init, CheckpointInit):
+    """The checkpoint file is there, and a dense run whose head is solved starts from one."""
+    if isinstance(init, CheckpointInit | DenseInit) and init.path is not None:
         path = Path(init.path).expanduser()
         if not path.is_file():
             yield Problem.of("init.path", init.path, f"no such file (looked at {path.absolute()})")
+    if isinstance(init, DenseInit) and init.readout and init.path is None:
+        yield Problem.of("init.readout", True, "a dense run from random weights learns its head; give init.path too")
 
 
 def dense_run_is_trained(init: InitConfig, train: TrainConfig) -> Iterator[Problem]:

@@ -116,6 +116,9 @@ class CheckpointInit(_Strict):
     entry: str | None = Field(
         default=None, min_length=1, description="which entry of a torch file, such as model_ema; null = the usual ones"
     )
+    readout: bool = Field(
+        default=False, description="the head in closed form: ridge regression on the training split's features"
+    )
 
 
 class DenseInit(_Strict):
@@ -123,6 +126,10 @@ class DenseInit(_Strict):
 
     kind: Literal["dense"]
     epochs: int | None = Field(ge=0, description="epochs of that dense run; null = train.epochs")
+    path: str | None = Field(
+        default=None, min_length=1, description="file that the dense run starts from; null = random weights"
+    )
+    readout: bool = Field(default=False, description="the dense run gets its head in closed form; needs init.path")
 
 
 InitConfig = Annotated[ScratchInit | PretrainedInit | CheckpointInit | DenseInit, Field(discriminator="kind")]

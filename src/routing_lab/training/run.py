@@ -24,7 +24,7 @@ from routing_lab.axes.base import locate
 from routing_lab.config import Config, Loaded, check, identity, load, run_folder, run_name
 from routing_lab.config.isoflop import full_size
 from routing_lab.config.problems import Problem
-from routing_lab.config.training import TrainConfig
+from routing_lab.config.training import CheckpointInit, TrainConfig
 from routing_lab.data.state import WAYS_ON, changed_inputs, data_state
 from routing_lab.runs.folder import RunFolder
 from routing_lab.runs.records import FAILED, FINISHED, INTERRUPTED, is_finished, new_record
@@ -42,6 +42,7 @@ from routing_lab.training.callbacks import (
 from routing_lab.training.costs import CostMeter
 from routing_lab.training.environment import command_line, environment, git_state
 from routing_lab.training.initialisation import initialise
+from routing_lab.training.readout import solve_head
 from routing_lab.training.signals import Stopped, stoppable
 from routing_lab.training.tracking import mirror
 from routing_lab.training.weights import load_weights, read_weights
@@ -86,8 +87,8 @@ def dense_cell(config: Config, resolved: Mapping[str, Any]) -> Loaded:
     """The configuration of the dense run that `init=dense` starts from and that distillation learns from.
 
     Same backbone, data, recipe and seed; no routing, no distillation, the routing axes at their defaults so that all
-    arms share one run. It starts where the arm starts, or from scratch where the arm starts from it; `init.epochs` then
-    gives its length.
+    arms share one run. It starts where the arm starts. Where the arm starts from it, it starts from the file
+    `init.path` or from scratch, and `init.epochs` gives its length.
     """
     defaults = load(["router=dense"]).resolved
     optional = {key: field.default for key, field in TrainConfig.model_fields.items() if not field.is_required()}
@@ -96,6 +97,8 @@ def dense_cell(config: Config, resolved: Mapping[str, Any]) -> Loaded:
     if config.init.kind == "dense":
         train["epochs"] = config.train.epochs if config.init.epochs is None else config.init.epochs
         init = {"kind": "scratch"}
+        if config.init.path is not None:
+            init = {"kind": "checkpoint", "path": config.init.path, "entry": None, "readout": config.init.readout}
     node = {
         **{key: value for key, value in full_size(resolved).items() if key != "hydra"},
         **{axis: defaults[axis] for axis in (*AXES, "losses")},
@@ -170,6 +173,8 @@ def _train_and_test(
     model, init, found = initialise(config, outputs, dense)
     if init["source"] is not None:
         _check_same("initial weights", record["init"].get("hash"), init["hash"])
+    if isinstance(config.init, CheckpointInit) and config.init.readout:
+        init["readout"] = solve_head(model, data, config.train.eval_batch_size)
     record["init"] = init
     record["warnings"] += found
     teacher: Any = None
