@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import zipfile
+from itertools import product
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from routing_lab.config import Composer, ConfigError, check_overrides
 from routing_lab.evidence.claims import load_claims
@@ -19,6 +23,21 @@ def composer() -> Composer:
     return Composer()
 
 
+@pytest.fixture
+def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files where a study at scale `real` looks for them; nothing is read but the names of the classes."""
+    for folder in ("data", "weights"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "weights" / "vit_small_patch14_dinov2_224.safetensors").touch()
+    with zipfile.ZipFile(tmp_path / "data" / "ucmerced_128.zip", "w") as archive:
+        for name, number in product(("beach", "forest"), range(4)):
+            stream = io.BytesIO()
+            Image.new("RGB", (8, 8), (number, 0, len(name))).save(stream, "png")
+            archive.writestr(f"{name}/{number}.png", stream.getvalue())
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
 def test_study_composes_and_its_contrasts_are_what_they_say(path: Path, composer: Composer) -> None:
     study = load_study(path)
