@@ -26,7 +26,7 @@ def route(model: nn.Module, overrides: Sequence[str] = ()) -> RoutedModel:
     """A routed version of `model`, which keeps its parameters and stays reachable as `.backbone`.
 
     Args:
-        model: a timm `VisionTransformer` or a transformers `LlamaForCausalLM`.
+        model: one of the kinds that `routing_lab.backbones.FAMILIES` lists.
         overrides: what the command line takes, from the same groups: `["method=amod", "capacity.fraction=0.5"]`. Keys
             that describe training, data or another backbone have no effect here.
 

@@ -159,7 +159,7 @@ def test_training_mode_follows() -> None:
 
 
 def test_other_models_are_refused() -> None:
-    with pytest.raises(ValueError, match="Linear: expected a timm VisionTransformer or a transformers Llama"):
+    with pytest.raises(ValueError, match="Linear: expected a timm VisionTransformer, a transformers Llama"):
         routing_lab.route(nn.Linear(2, 2))
     swin = timm.create_model("resnet18", num_classes=2)
     with pytest.raises(ValueError, match="ResNet"):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from tests.routing.tiny import images, llama, route, token_ids, vit
+from tests.routing.tiny import decoder, images, llama, route, token_ids, vit
 from timm.layers import SwiGLUPacked
 from timm.models.deit import VisionTransformerDistilled
 from torch import Tensor, nn
@@ -47,6 +48,14 @@ VARIANTS: dict[str, Callable[[], nn.Module]] = {
     "dynamic-size": lambda: vit(dynamic_img_size=True),
     "overlapping-patches": overlapping,
     "unfused-attention": unfused,
+}
+
+DECODERS: dict[str, Callable[[], Any]] = {
+    "llama": llama,
+    "mistral": partial(decoder, "Mistral"),
+    "qwen2": partial(decoder, "Qwen2"),
+    "qwen2-windows": partial(decoder, "Qwen2", use_sliding_window=True, sliding_window=12, max_window_layers=2),
+    "qwen3": partial(decoder, "Qwen3"),
 }
 
 KEEPS_ALL: dict[str, list[str]] = {
@@ -120,34 +129,41 @@ def test_drop_path_and_dropout_act_in_training_only() -> None:
     assert not torch.equal(model(images()), model(images()))
 
 
-def test_keeping_everything_is_the_decoder() -> None:
-    decoder = llama()
+@pytest.mark.parametrize("kind", DECODERS)
+def test_keeping_everything_is_the_decoder(kind: str) -> None:
+    backbone = DECODERS[kind]()
     ids = token_ids()
     with torch.no_grad():
         for double in (False, True):
-            decoder = decoder.double() if double else decoder
-            expected = decoder(ids).logits
+            backbone = backbone.double() if double else backbone
+            expected = backbone(ids).logits
             for overrides in (
                 ["router=dense"],
                 ["router=linear", "capacity.fraction=1"],
                 ["router=random", "capacity.fraction=1", "visibility=all"],
                 ["router=linear", "capacity.fraction=1", "placement.sublayer=attention", "bypass=project"],
             ):
-                found = route(decoder, overrides)(ids)
+                found = route(backbone, overrides)(ids)
                 torch.testing.assert_close(found, expected, rtol=0, atol=1e-10 if double else 1e-5)
-            assert torch.equal(route(decoder, ["router=dense"])(ids), expected)
+            assert torch.equal(route(backbone, ["router=dense"])(ids), expected)
+
+
+def test_a_sequence_beyond_the_sliding_window_is_refused() -> None:
+    model = route(decoder("Mistral", sliding_window=8), ["router=linear"])
+    with pytest.raises(ValueError, match="12 tokens are more than the sliding window of 8"):
+        model(token_ids())
 
 
 def test_decoder_keeps_its_order() -> None:
     """A later token changes nothing before it, whichever tokens are kept (the selection itself is fixed here)."""
-    decoder = llama().double()
+    backbone = llama().double()
     ids = token_ids()
     changed = ids.clone()
     changed[:, -1] = (changed[:, -1] + 1) % 23
     with torch.no_grad():
         for visibility in ("kept", "all"):
             for execution in ("gather", "mask"):
-                model = route(decoder, ["router=random", f"visibility={visibility}"])
+                model = route(backbone, ["router=random", f"visibility={visibility}"])
                 model.set_execution(execution)
                 before, after = model(ids), model(changed)
                 torch.testing.assert_close(before[:, :-1], after[:, :-1], rtol=0, atol=1e-12)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import copy
+import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from tests.backbones.two_processes import SHARDS, loss_of, run
 from tests.routing.tiny import images, llama, routed, token_ids, vit
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 ARMS = {
@@ -50,6 +55,19 @@ def hook_projections(model: Any) -> None:
         block.attn.qkv.register_forward_hook(lambda module, given, output: output + 0.2)
 
 
+def peft_fused(model: Any) -> None:
+    peft(model, ["qkv", "proj"])
+
+
+def peft(model: nn.Module, targets: list[str]) -> None:
+    """LoRA in place of projections, with weights that matter."""
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=targets), model)
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator)
+
+
 class LowRank(nn.Module):
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -65,7 +83,7 @@ class LowRank(nn.Module):
 @pytest.mark.parametrize("arm", ARMS)
 @pytest.mark.parametrize(
     "change",
-    [replace_block, shorten, low_rank, hook_blocks, hook_attention, hook_projections],
+    [replace_block, shorten, low_rank, peft_fused, hook_blocks, hook_attention, hook_projections],
     ids=lambda f: f.__name__,
 )
 def test_a_change_after_routing_is_one_before(change: Callable[[Any], None], arm: str) -> None:
@@ -85,6 +103,129 @@ def test_a_change_after_routing_is_one_before(change: Callable[[Any], None], arm
         expected = twin(images())
     assert torch.equal(after, expected)
     assert (after - before).abs().max() > 1e-3
+
+
+DECODER_ARMS = {
+    "kept": ["router=linear", "scaling=multiply"],
+    "all-keys": ["router=linear", "scaling=multiply", "visibility=all"],
+    "ponder": ["router=random", "capacity=topk", "bypass=ponder"],
+}
+
+
+def replace_layer(model: Any) -> None:
+    model.model.layers[1] = copy.deepcopy(llama(seed=9).model.layers[1])
+
+
+def shorten_decoder(model: Any) -> None:
+    model.model.layers = model.model.layers[:3]
+
+
+def peft_separate(model: Any) -> None:
+    peft(model, ["q_proj", "v_proj", "o_proj"])
+
+
+def hook_layers(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.register_forward_hook(lambda module, given, output: 1.1 * output)
+
+
+def hook_parts(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_hook(lambda module, given, output: (0.5 * output[0], *output[1:]))
+        layer.self_attn.k_proj.register_forward_hook(lambda module, given, output: output + 0.2)
+        layer.mlp.register_forward_pre_hook(lambda module, given: (given[0] * 0.7,))
+
+
+@pytest.mark.parametrize("arm", DECODER_ARMS)
+@pytest.mark.parametrize(
+    "change",
+    [replace_layer, shorten_decoder, peft_separate, hook_layers, hook_parts],
+    ids=lambda f: f.__name__,
+)
+def test_a_change_of_a_decoder_after_routing_is_one_before(change: Callable[[Any], None], arm: str) -> None:
+    backbone = llama()
+    model = routed(DECODER_ARMS[arm], backbone)
+    changed = llama()
+    with torch.no_grad():
+        before = model(token_ids())
+        change(backbone)
+        change(changed)
+        twin = routed(DECODER_ARMS[arm], llama())
+        twin.backbone = changed
+        assert torch.equal(model(token_ids()), twin(token_ids()))
+        assert (model(token_ids()) - before).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_replacing_the_backbone_is_routing_the_other_one(arm: str) -> None:
+    model, other = routed(ARMS[arm]), routed(ARMS[arm], vit(seed=9))
+    model.backbone = other.backbone
+    with torch.no_grad():
+        assert torch.equal(model(images()), other(images()))
+
+
+@pytest.mark.parametrize("name", ["vit", "decoder"])
+def test_low_rank_adapters_train_and_merge(name: str) -> None:
+    overrides = ["router=linear", "scaling=multiply", "visibility=all"]
+    if name == "vit":
+        backbone, inputs, targets = vit(), images(), ["attn.qkv", "attn.proj"]
+    else:
+        backbone, inputs, targets = llama(), token_ids(), ["q_proj", "k_proj", "v_proj", "o_proj"]
+    model = routed(overrides, backbone)
+    peft(backbone, targets)
+    model.requires_grad_(False)
+    adapters = [parameter for name, parameter in model.named_parameters() if "lora_" in name]
+    for parameter in adapters:
+        parameter.requires_grad_(True)
+    optimiser = torch.optim.SGD(adapters, lr=1e-4)
+    losses = []
+    for _ in range(3):
+        loss = model(inputs).square().mean()
+        optimiser.zero_grad()
+        loss.backward()
+        assert all(parameter.grad is not None and parameter.grad.abs().max() > 0 for parameter in adapters)
+        optimiser.step()
+        losses.append(loss.item())
+    assert losses[2] < losses[0]
+    with torch.no_grad():
+        expected = model(inputs)
+        merged = [module for module in model.modules() if isinstance(module, LoraLayer)]
+        for module in merged:
+            module.merge()
+        assert len(merged) == 4 * len(targets)
+        torch.testing.assert_close(model(inputs), expected, rtol=0, atol=1e-4)
+
+
+def test_a_replica_computes_with_its_own_parameters() -> None:
+    """What `nn.DataParallel` does on every device: modules are copied without parameters, which are then attached."""
+    model = routed(ARMS["all-keys"])
+
+    def replica(module: nn.Module) -> nn.Module:
+        copied: Any = module._replicate_for_data_parallel()
+        for name, child in module.named_children():
+            copied._modules[name] = replica(child)
+        for name, parameter in module._parameters.items():
+            setattr(copied, name, None if parameter is None else 0.9 * parameter)
+        return copied
+
+    scaled = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in scaled.parameters():
+            parameter *= 0.9
+        assert torch.equal(replica(model)(images()), scaled(images()))
+        assert not torch.equal(scaled(images()), model(images()))
+
+
+def test_two_processes_train_as_one(tmp_path: Path) -> None:
+    model = routed(["router=linear", "scaling=multiply"], vit().train())
+    loss_of(model, images(batch=2 * SHARDS)).backward()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(run, (port, tmp_path), nprocs=SHARDS)
+    found: dict[str, Tensor] = torch.load(tmp_path / "gradients.pt")
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-5)
 
 
 def test_another_kind_of_backbone_is_refused() -> None:
@@ -116,6 +257,28 @@ def test_activation_checkpointing_recomputes(way: str) -> None:
         calls.append(count)
         gradients.append([parameter.grad for parameter in model.parameters()])
     assert calls == [[1] * 4, [2] * 4]
+    for found, expected in zip(gradients[1], gradients[0], strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_activation_checkpointing_of_a_decoder_recomputes() -> None:
+    calls, gradients = [], []
+    for recompute in (False, True):
+        backbone = llama()
+        if recompute:
+            backbone.activation_checkpointing_enable()
+        count = [0]
+
+        def counted(*_: Any, count: list[int] = count) -> None:
+            count[0] += 1
+
+        for layer in backbone.model.layers:
+            layer.self_attn.q_proj.register_forward_hook(counted)
+        model = routed(["router=linear", "scaling=multiply"], backbone).train()
+        model(token_ids()).square().mean().backward()
+        calls.append(count[0])
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert calls == [4, 8]
     for found, expected in zip(gradients[1], gradients[0], strict=True):
         torch.testing.assert_close(found, expected)
 

@@ -37,11 +37,16 @@ def vit(seed: int = 0, kind: type[VisionTransformer] = VisionTransformer, **opti
 
 
 def llama(seed: int = 0) -> nn.Module:
-    """A decoder with grouped queries, in evaluation mode."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    """A Llama with grouped queries, in evaluation mode."""
+    return decoder("Llama", seed)
+
+
+def decoder(kind: str, seed: int = 0, **options: Any) -> nn.Module:
+    """A decoder with grouped queries, in evaluation mode; kind: Llama, Mistral, Qwen2 or Qwen3."""
+    import transformers
 
     torch.manual_seed(seed)
-    config = LlamaConfig(
+    config = getattr(transformers, f"{kind}Config")(
         vocab_size=VOCABULARY,
         hidden_size=WIDTH,
         intermediate_size=48,
@@ -49,8 +54,10 @@ def llama(seed: int = 0) -> nn.Module:
         num_attention_heads=HEADS,
         num_key_value_heads=2,
         max_position_embeddings=32,
+        head_dim=WIDTH // HEADS,
+        **options,
     )
-    return stirred(LlamaForCausalLM(config))
+    return stirred(getattr(transformers, f"{kind}ForCausalLM")(config))
 
 
 def stirred(model: nn.Module) -> Any:

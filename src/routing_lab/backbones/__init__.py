@@ -10,6 +10,9 @@ from routing_lab.routing.model import Backbone
 FAMILIES = {
     ("timm", "VisionTransformer"): "vit.VisionTransformerBackbone",
     ("transformers", "LlamaForCausalLM"): "decoder.LlamaBackbone",
+    ("transformers", "MistralForCausalLM"): "decoder.MistralBackbone",
+    ("transformers", "Qwen2ForCausalLM"): "decoder.Qwen2Backbone",
+    ("transformers", "Qwen3ForCausalLM"): "decoder.Qwen3Backbone",
 }
 """The adapter of each class of models, by package and name, so that a library is imported only where it is used."""
 

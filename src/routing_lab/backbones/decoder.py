@@ -1,4 +1,4 @@
-"""Adapter for transformers' LlamaForCausalLM: causal attention, rotary positions and grouped queries.
+"""Adapters for transformers' Llama, Mistral, Qwen2 and Qwen3: causal attention, rotary positions and grouped queries.
 
 Shape legend: B batch, N tokens, H query heads, G key and value heads, d head width, D width.
 """
@@ -7,18 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM
-from transformers.masking_utils import create_causal_mask
+from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, apply_rotary_pos_emb
+from transformers.models.mistral.modeling_mistral import MistralAttention, MistralDecoderLayer
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2DecoderLayer
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer
 
 from routing_lab.attention import Kernel
-from routing_lab.backbones.block import Branch, PreNormBlock, additive, called, expect
+from routing_lab.backbones.block import Branch, PreNormBlock, additive, called, expect, unwrapped
 from routing_lab.routing.model import Backbone
 from routing_lab.routing.tokens import Positioned, Tokens
+
+LAYERS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
+ATTENTIONS = (LlamaAttention, MistralAttention, Qwen2Attention, Qwen3Attention)
 
 
 @dataclass
@@ -28,11 +34,13 @@ class DecoderContext:
     Args:
         cosine, sine: [1, N, d], rotary angles of each position.
         mask: the causal mask as transformers' attention takes it, None where the kernel is causal by itself.
+        window_mask: the same for layers with a sliding window, which no sequence is longer than.
     """
 
     cosine: Tensor
     sine: Tensor
     mask: Any
+    window_mask: Any = None
 
     def angles(self, tokens: Positioned) -> tuple[Tensor, Tensor]:
         """[B or 1, N, d] cosine and sine at the tokens' own positions."""
@@ -45,7 +53,7 @@ class DecoderContext:
 class LlamaBackbone(Backbone):
     """A transformers LlamaForCausalLM. Inputs are token ids [B, N] without padding; the output is logits [B, N, V]."""
 
-    accepts = LlamaForCausalLM
+    accepts: ClassVar[type[nn.Module]] = LlamaForCausalLM
     causal = True
     prefix: tuple[str, ...] = ()
 
@@ -65,11 +73,18 @@ class LlamaBackbone(Backbone):
         model = self.module.model
         x = model.embed_tokens(inputs)
         positions = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
-        mask = create_causal_mask(
-            config=model.config, inputs_embeds=x, attention_mask=None, cache=None, position_ids=positions
-        )
+        common = {"config": model.config, "inputs_embeds": x, "attention_mask": None, "cache": None}
+        mask = create_causal_mask(**common, position_ids=positions)
+        window_mask = None
+        if any(_windowed(layer) for layer in model.layers):
+            if x.shape[1] > model.config.sliding_window:
+                raise ValueError(
+                    f"inputs: {x.shape[1]} tokens are more than the sliding window of {model.config.sliding_window}; "
+                    "routing is defined for attention to every earlier token"
+                )
+            window_mask = create_sliding_window_causal_mask(**common, position_ids=positions)
         cosine, sine = model.rotary_emb(x, position_ids=positions)
-        return Tokens(x), DecoderContext(cosine, sine, mask)
+        return Tokens(x), DecoderContext(cosine, sine, mask, window_mask)
 
     def block(self, layer: int) -> LlamaBlock:
         return LlamaBlock(self.module.model.layers[layer], self.width, f"layer {layer}")
@@ -81,16 +96,35 @@ class LlamaBackbone(Backbone):
         return self.module.lm_head(self.module.model.norm(x))
 
 
+class MistralBackbone(LlamaBackbone):
+    """A transformers MistralForCausalLM, for sequences within its sliding window."""
+
+    accepts = MistralForCausalLM
+
+
+class Qwen2Backbone(LlamaBackbone):
+    """A transformers Qwen2ForCausalLM, for sequences within its sliding window, if it has one."""
+
+    accepts = Qwen2ForCausalLM
+
+
+class Qwen3Backbone(LlamaBackbone):
+    """A transformers Qwen3ForCausalLM, for sequences within its sliding window, if it has one."""
+
+    accepts = Qwen3ForCausalLM
+
+
 class LlamaBlock(PreNormBlock):
-    """View of one Llama decoder layer. A query attends to keys at its own and earlier positions."""
+    """View of one decoder layer. A query attends to keys at its own and earlier positions."""
 
     causal = True
 
     def __init__(self, module: nn.Module, width: int, name: str) -> None:
         super().__init__(module, width)
-        expect(self.module, (LlamaDecoderLayer,), name, "routing needs transformers' LlamaDecoderLayer")
+        expect(self.module, LAYERS, name, "routing needs a decoder layer of Llama, Mistral, Qwen2 or Qwen3")
         attention = self.module.self_attn
-        expect(attention, (LlamaAttention,), f"{name}'s attention", "routing needs transformers' LlamaAttention")
+        expect(attention, ATTENTIONS, f"{name}'s attention", "routing needs that of Llama, Mistral, Qwen2 or Qwen3")
+        self.windowed = _windowed(self.module)
         self.head_dim = attention.head_dim
         self.heads = attention.config.num_attention_heads
         self.kv_heads = self.heads // attention.num_key_value_groups
@@ -107,6 +141,8 @@ class LlamaBlock(PreNormBlock):
         return self._heads(attention.k_proj(normed)), self._heads(attention.v_proj(normed))
 
     def placed(self, x: Tensor, kind: Any, tokens: Positioned, context: DecoderContext) -> Tensor:
+        norm = getattr(self.module.self_attn, "q_norm" if kind == "query" else "k_norm", None)  # Qwen3 has them
+        x = x if norm is None else norm(x)
         return apply_rotary_pos_emb(x, x, *context.angles(tokens))[0]
 
     def output(self, x: Tensor, normed: Tensor) -> Tensor:
@@ -125,26 +161,37 @@ class LlamaBlock(PreNormBlock):
             return None
         # Past the layer's own checkpointing: `recomputed` says it, and the routed model does it.
         return nn.Module.__call__(
-            self.module, tokens.x, attention_mask=context.mask, position_embeddings=context.angles(tokens)
+            self.module, tokens.x, attention_mask=self._mask(context), position_embeddings=context.angles(tokens)
         )
 
     def whole_attention(
         self, normed: Tensor, tokens: Positioned, mask: Tensor | None, context: DecoderContext
     ) -> Tensor | None:
-        if mask is None and tokens.position is not None and context.mask is not None:
+        own = self._mask(context)
+        if mask is None and tokens.position is not None and own is not None:
             return None
         if mask is not None and self.module.self_attn.config._attn_implementation != "sdpa":
             mask = additive(mask, normed.dtype)
         # Tokens come in the order of their positions, so that a kernel that is causal by itself stays right.
         return self.module.self_attn(
             normed,
-            attention_mask=context.mask if mask is None else mask,
+            attention_mask=own if mask is None else mask,
             position_embeddings=context.angles(tokens),
         )[0]
 
     def called_attention(self, normed: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
         return called(self.module.self_attn, lambda x: (compute(x), None), normed)[0]
 
+    def _mask(self, context: DecoderContext) -> Any:
+        return context.window_mask if self.windowed else context.mask
+
     def _heads(self, x: Tensor) -> Tensor:
         """[B, N, heads d] as [B, heads, N, d]."""
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+
+def _windowed(layer: Any) -> bool:
+    """Whether a decoder layer's attention ends at a sliding window: Qwen says it by layer, Mistral for all."""
+    attention: Any = unwrapped(layer).self_attn
+    everywhere = getattr(attention.config, "sliding_window", None)
+    return getattr(attention, "sliding_window", everywhere) is not None
