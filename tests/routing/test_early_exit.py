@@ -182,7 +182,7 @@ def test_pointwise_rules_treat_ragged_samples_at_once(capacity: Threshold | Argm
 
 
 def test_sampling_needs_scores_to_sample_by() -> None:
-    with pytest.raises(ConfigError, match=r"capacity = inverse_transform: samples in proportion .* router=linear"):
+    with pytest.raises(ConfigError, match=r"capacity = inverse_transform: goes in proportion .* router=linear"):
         load(["router=linear", "capacity=inverse_transform"])
     with pytest.raises(ConfigError, match=r"capacity.order = lowest"):
         load(["capacity=inverse_transform", "capacity.order=lowest"])

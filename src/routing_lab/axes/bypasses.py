@@ -27,7 +27,7 @@ class BypassConfig(Member):
         """Whether in training attention weighs keys by the decision, which so gets a gradient, and removes none."""
         return False
 
-    def remaining(self, kept: int, offer: Offer) -> int | None:
+    def num_left(self, kept: int, offer: Offer) -> int | None:
         """How many tokens are left where it removes those that are not kept; None: only its class knows."""
         return None
 
@@ -61,7 +61,7 @@ class DropConfig(BypassConfig):
     def hides_in_training(self) -> bool:
         return self.train == "mask"
 
-    def remaining(self, kept: int, offer: Offer) -> int:
+    def num_left(self, kept: int, offer: Offer) -> int:
         return kept
 
 
@@ -76,7 +76,7 @@ class FuseConfig(BypassConfig):
     temperature: float = Field(default=1.0, gt=0)
     temperature_unit: Literal["absolute", "spread"] = "absolute"
 
-    def remaining(self, kept: int, offer: Offer) -> int:
+    def num_left(self, kept: int, offer: Offer) -> int:
         return kept + (kept < offer.tokens)
 
 
@@ -92,7 +92,7 @@ class MergeConfig(BypassConfig):
     inflect: float = Field(default=0.0, ge=-1, le=1)
     proportional: bool = True
 
-    def remaining(self, kept: int, offer: Offer) -> int:
+    def num_left(self, kept: int, offer: Offer) -> int:
         schedule = merge_schedule(self.merged, self.inflect, offer.first_tokens, offer.num_routed)
         return kept - merge_count(schedule[offer.rank], kept, offer.prefix)
 
@@ -106,7 +106,7 @@ class PonderConfig(BypassConfig):
     class_path: str = shipped("routing_lab.routing.bypass.Ponder")
     average: Literal["all", "prefix"] = "all"
 
-    def remaining(self, kept: int, offer: Offer) -> int:
+    def num_left(self, kept: int, offer: Offer) -> int:
         return kept
 
 

@@ -62,7 +62,7 @@ class CapacityConfig(Member):
         """How many of `prefix` prefix tokens are always kept."""
         return {"none": 0, "class": min(1, prefix), "prefix": prefix}[self.protect]
 
-    def kept(self, offer: Offer) -> int | None:
+    def num_kept(self, offer: Offer) -> int | None:
         """How many tokens a routed layer keeps in evaluation; None: that depends on the scores."""
         return None
 
@@ -123,7 +123,7 @@ class TopKConfig(FractionCapacityConfig):
     count: CountOf = "current"
     count_prefix: bool = True
 
-    def kept(self, offer: Offer) -> int:
+    def num_kept(self, offer: Offer) -> int:
         return topk_count(
             self.fraction_of(offer),
             self.rounding,
@@ -144,7 +144,7 @@ class GumbelConfig(FractionCapacityConfig):
     temperature: float = Field(default=1.0, gt=0)
     rounding: Rounding = "floor"
 
-    def kept(self, offer: Offer) -> int:
+    def num_kept(self, offer: Offer) -> int:
         return topk_count(
             self.fraction_of(offer),
             self.rounding,
@@ -163,7 +163,7 @@ class PercentileConfig(FractionCapacityConfig):
     compare: Compare = "ge"
     interpolation: Interpolation = "linear"
 
-    def kept(self, offer: Offer) -> int:
+    def num_kept(self, offer: Offer) -> int:
         count = percentile_count(self.fraction_of(offer), offer.tokens, self.compare, self.interpolation)
         return max(self.num_protected(offer.prefix), count)
 
@@ -212,7 +212,7 @@ class InverseTransformConfig(FractionCapacityConfig):
 class OutsideCapacityConfig(CapacityConfig, Outside):
     """A capacity from outside the package; where its class says so, by `nominal_kept`, its cost is known beforehand."""
 
-    def kept(self, offer: Offer) -> int | None:
+    def num_kept(self, offer: Offer) -> int | None:
         say = getattr(locate(self.class_path), "nominal_kept", None)
         return None if say is None else say(offer, **self.options)
 

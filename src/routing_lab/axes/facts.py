@@ -90,7 +90,7 @@ class CapacityTraits:
     budget: the option whose value stands in the run's name, behind that of the rule.
     needs_choice: the rule follows the router's own two-way decision.
     ragged: samples of one batch may keep different numbers of tokens.
-    needs_positive: scores are weights to sample by, which must not be negative.
+    needs_positive: scores are weights in proportion to which the rule goes, and must not be negative.
     relaxes: in training it makes a differentiable decision of the score, whose scale it is told.
     compares: whether a token is kept depends on the scores of the whole sequence, later tokens' among them.
     """

@@ -94,14 +94,14 @@ def nominal_counts(
             counts.append(Treated(entering, entering))
             continue
         offer = Offer(eligible, tokens, prefix, routed.index(layer), len(routed))
-        kept = axes.capacity.kept(offer)
+        kept = axes.capacity.num_kept(offer)
         if kept is None:
             return None
         if not bypass.removes:
             counts.append(Treated(entering, kept, entering))
             eligible = kept if nested else entering
             continue
-        remaining = axes.bypass.remaining(kept, offer)
+        remaining = axes.bypass.num_left(kept, offer)
         if remaining is None:
             return None
         counts.append(Treated(entering, remaining, entering))

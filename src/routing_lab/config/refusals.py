@@ -130,28 +130,28 @@ def lists_have_an_entry_a_layer(
 
 def capacity_fits(capacity: CapacityConfig, router: RouterConfig) -> Iterator[Problem]:
     """The rule gets from the router what it goes by: a decision, a learned score, or scores to sample by."""
-    rule, source = capacity.traits, router.traits
-    if not source.routes:
+    rule, score = capacity.traits, router.traits
+    if not score.routes:
         return
-    if rule.needs_choice and not source.choice:
+    if rule.needs_choice and not score.choice:
         yield Problem.of(
             "capacity",
             capacity.name,
             f"follows the router's own decision, and router={router.name} makes none; use {_routers('choice')}, or "
             "another capacity",
         )
-    if rule.relaxes and not source.learned:
+    if rule.relaxes and not score.learned:
         message = f"draws decisions by a learned score, and router={router.name} has none; use {_routers('learned')}"
         yield Problem.of("capacity", capacity.name, message)
-    if rule.needs_positive and not source.positive:
+    if rule.needs_positive and not score.positive:
         yield Problem.of(
             "capacity",
             capacity.name,
-            f"samples in proportion to the scores, and those of router={router.name} may be negative; "
+            f"goes in proportion to the scores, and those of router={router.name} may be negative; "
             f"use {_routers('positive')}",
         )
     if rule.needs_positive and capacity.order != "highest":
-        message = f"capacity={capacity.name} samples in proportion to the scores"
+        message = f"capacity={capacity.name} goes in proportion to the scores"
         yield Problem.of("capacity.order", capacity.order, message)
 
 
