@@ -209,6 +209,19 @@ class InverseTransformConfig(FractionCapacityConfig):
     count: CountOf = "current"
 
 
+class EntropyConfig(CapacityConfig):
+    """`capacity=entropy`."""
+
+    facts: ClassVar[CapacityTraits] = CapacityTraits(
+        has_fraction=False, budget="share", ragged=True, needs_positive=True, compares=True
+    )
+
+    name: Name = "entropy"
+    class_path: str = shipped("routing_lab.routing.capacity.Entropy")
+    share: float = Field(default=0.5, gt=0)
+    at_least: Positive = 1
+
+
 class OutsideCapacityConfig(CapacityConfig, Outside):
     """A capacity from outside the package; where its class says so, by `nominal_kept`, its cost is known beforehand."""
 
@@ -224,4 +237,5 @@ CAPACITIES = registry(
     ThresholdConfig,
     ArgmaxConfig,
     InverseTransformConfig,
+    EntropyConfig,
 )

@@ -14,6 +14,7 @@ from torch import Tensor
 from routing_lab.axes.budget import between, layer_fraction, per_layer, quantile_bounds, topk_count
 from routing_lab.axes.capacities import (
     ArgmaxConfig,
+    EntropyConfig,
     GumbelConfig,
     Interpolation,
     InverseTransformConfig,
@@ -327,6 +328,40 @@ class InverseTransform(FractionCapacity):
         nearest = distance.argmin(dim=2)
         counted = (number < points).to(torch.int32)
         return torch.zeros_like(scores, dtype=torch.int32).scatter_add(1, nearest, counted) > 0
+
+
+class Entropy(Capacity):
+    """Keeps as many of the best tokens as the scores are spread over: a budget of its own for every layer and sample.
+
+    k = share x exp(H) rounded, H = -sum_i p_i log p_i with p_i = r_i / sum_j r_j over the unprotected tokens: exp(H) is
+    their number where scores are equal and 1 where one token has them all. Protected tokens are kept besides.
+
+    Args:
+        share: part of the effective number of tokens exp(H) to keep; above 1 more than those.
+        at_least: smallest k, as far as there are tokens.
+        order, protect: as for every capacity.
+    """
+
+    traits: ClassVar[CapacityTraits] = EntropyConfig.facts
+
+    def __init__(self, spec: LayerSpec, *, share: float = 0.5, at_least: int = 1, **common: Any) -> None:
+        super().__init__(spec, **common)
+        self.share = share
+        self.at_least = at_least
+
+    def select(self, scores: Tensor, state: RunState) -> Selection:
+        return self.select_ragged(scores, torch.ones_like(scores, dtype=torch.bool), state)
+
+    def select_ragged(self, scores: Tensor, valid: Tensor, state: RunState) -> Selection:
+        place = torch.arange(scores.shape[1], device=scores.device).expand_as(scores)
+        free = valid & (place >= self.num_protected)
+        weight = scores.clamp_min(0).masked_fill(~free, 0)
+        p = weight / weight.sum(dim=1, keepdim=True).clamp_min(torch.finfo(weight.dtype).tiny)
+        spread = torch.special.entr(p).sum(dim=1, keepdim=True).exp()
+        kept = (self.share * spread).round().clamp_min(self.at_least)
+        order = scores.masked_fill(~free, float("-inf")).argsort(dim=1, descending=True, stable=True)
+        rank = torch.zeros_like(order).scatter(1, order, place)
+        return _keep((rank < kept) & free, self.num_protected)
 
 
 def quantile(scores: Tensor, beta: float, interpolation: Interpolation = "linear") -> Tensor:
