@@ -11,7 +11,7 @@ import torch
 from tests.routing.tiny import images, routed, run_state, spec
 from torch import Tensor
 
-from routing_lab.routing.capacity import Argmax, FractionCapacity, Percentile, Threshold, TopK, quantile
+from routing_lab.routing.capacity import Argmax, Entropy, FractionCapacity, Percentile, Threshold, TopK, quantile
 from routing_lab.routing.tokens import Selection
 
 
@@ -208,7 +208,35 @@ def test_counting_initial_tokens() -> None:
     assert select(TopK(spec(), fraction=0.5), distinct(17), **state).counts()[0] == 8
 
 
+def test_a_budget_by_entropy_is_a_share_of_the_tokens_that_scores_are_spread_over() -> None:
+    equal, one = torch.full((1, 12), 0.25), torch.eye(12)[5:6]
+    for share, kept in [(0.5, 6), (1.0, 12), (0.25, 3), (3.0, 12)]:
+        assert select(Entropy(spec(), share=share, protect="none"), equal).counts().tolist() == [kept]
+    assert select(Entropy(spec(), share=1.0, protect="none"), one).padded_index().tolist() == [[5]]
+    assert select(Entropy(spec(), share=1.0, protect="none", at_least=3), one).counts().tolist() == [3]
+    scores = distinct(40, batch=5).double()
+    p = (scores / scores.sum(dim=1, keepdim=True)).numpy()
+    wanted = np.round(0.4 * np.exp(-(p * np.log(np.where(p > 0, p, 1))).sum(axis=1))).astype(int)
+    found = select(Entropy(spec(), share=0.4, protect="none"), scores)
+    assert found.counts().tolist() == wanted.tolist()
+    for row, mask in zip(scores, found.mask(), strict=True):
+        assert row[mask].min() > row[~mask].max()
+
+
+def test_a_budget_by_entropy_leaves_out_protected_tokens_and_padding() -> None:
+    capacity, scores = Entropy(spec(prefix=("class", "registers")), share=0.5), distinct(20).double()
+    valid = torch.arange(20) < torch.tensor([[20], [13], [8]])
+    padded = capacity(scores, run_state(3, initial_tokens=20), valid)
+    for sample, count in enumerate((20, 13, 8)):
+        alone = select(Entropy(spec(), share=0.5, protect="none"), scores[sample : sample + 1, 2:count])
+        assert padded.counts()[sample] == alone.counts()[0] + 2
+        assert torch.equal(padded.mask()[sample, 2:count], alone.mask()[0])
+        assert padded.mask()[sample, :2].all()
+        assert not padded.mask()[sample, count:].any()
+
+
 RAGGED = {
+    "entropy": ["router=amod", "capacity=entropy", "capacity.share=0.9"],
     "ties-keep-all": ["router=constant", "capacity=percentile"],
     "some-keep-none": ["router=linear", "capacity=threshold", "capacity.threshold=6", "capacity.protect=none"],
     "none-kept": ["router=linear", "capacity=threshold", "capacity.threshold=1e9", "capacity.protect=none"],
