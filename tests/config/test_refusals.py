@@ -93,8 +93,12 @@ def refused(*overrides: str, config_dir: Path | None = None) -> list[str]:
         ),
         ("router.exclude_keys=[patches]", "router.exclude_keys[0] = patches: must be one of class, distillation"),
         ("router.corrupt=sink router.corrupt_token=17", "router.corrupt_token = 17: the backbone has tokens 0 to 16"),
-        ("backbone=llama_micro", "backbone = llama_micro: is a language model; training takes images"),
-        ("backbone=llama_micro", "router = amod: scores a token by the attention of later ones"),
+        ("backbone=llama_micro", "backbone = llama_micro: is a language model, and task=classification takes a vision"),
+        ("task=language data=digits", "data = digits: is images, and task=language reads text; use task=classification"),
+        ("task=language backbone=vit_micro", "and task=language takes a language model"),
+        ("task=language train.mixup=0.2", "train.mixup = 0.2: changes images, and task=language reads text; use 0.0"),
+        ("task=language train.distill=soft", "train.distill = soft: task=language learns from no teacher"),
+        ("task=language isoflop.by=depth", "isoflop.by = depth: sizes a vision transformer"),
         # capacity and scaling
         ("capacity.fraction=[0.5,0.25]", "capacity.fraction = [0.5, 0.25]: has 2 entries for 3 routed layers"),
         (

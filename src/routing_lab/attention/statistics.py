@@ -86,6 +86,8 @@ class MapRows:
         query_position: [B, N], key_position: [B, M], positions in the sequence; None: 0, 1, ...
         query_valid: [B, N], key_valid: [B, M] bool, False at padding; None: all are tokens.
         key_bias: [B, M] added to the logits of each key.
+        query_segment: [B, N], key_segment: [B, M] int64, ascending with the position: a query of a causal map sees keys
+            of its own segment only; None: there is one.
         logit_bias: [B or 1, H or 1, N, M] added to the logits.
         same: queries and keys are the same tokens in the same order.
         causal: a query sees keys at its own and earlier positions only.
@@ -96,6 +98,8 @@ class MapRows:
     query_valid: Tensor | None = None
     key_valid: Tensor | None = None
     key_bias: Tensor | None = None
+    query_segment: Tensor | None = None
+    key_segment: Tensor | None = None
     logit_bias: Tensor | None = None
     same: bool = True
     causal: bool = False
@@ -136,7 +140,12 @@ def attention_statistics(
             own = _own_key(query, key, rows) if request.skip_self else None
             compute = received_eager if request.eager else received_chunked
             if rows.causal:
-                order = Order(_positions(query, rows.query_position), _positions(key, rows.key_position))
+                order = Order(
+                    _positions(query, rows.query_position),
+                    _positions(key, rows.key_position),
+                    rows.query_segment,
+                    rows.key_segment,
+                )
                 present = torch.ones_like(order.query, dtype=torch.bool) if counted is None else counted
                 weight = present.unsqueeze(1).to(_raise(query[:0]).dtype)
                 total = compute(query, key, scale, weight, bias, own, rows.logit_bias, order)
@@ -155,23 +164,44 @@ def attention_statistics(
 
 @dataclass(frozen=True)
 class Order:
-    """Positions of queries [B, N] and keys [B, M] in a causal map: a query sees keys that do not come later."""
+    """Positions, and segments, of queries [B, N] and keys [B, M] in a causal map: a query sees keys of its own segment
+    that do not come later.
+    """
 
     query: Tensor
     key: Tensor
+    query_segment: Tensor | None = None
+    key_segment: Tensor | None = None
 
     def visible(self) -> Tensor:
         """[B, 1, N, M] bool, True where a query sees a key."""
-        return (self.key.unsqueeze(1) <= self.query.unsqueeze(2)).unsqueeze(1)
+        seen = self.key.unsqueeze(1) <= self.query.unsqueeze(2)
+        if self.query_segment is not None and self.key_segment is not None:
+            seen = seen & (self.key_segment.unsqueeze(1) == self.query_segment.unsqueeze(2))
+        return seen.unsqueeze(1)
 
     def part(self, sample: slice, row: slice) -> Order:
         """Of some samples and query rows."""
-        return Order(self.query[sample, row], self.key[sample])
+        return Order(
+            self.query[sample, row],
+            self.key[sample],
+            None if self.query_segment is None else self.query_segment[sample, row],
+            None if self.key_segment is None else self.key_segment[sample],
+        )
 
     def seen_by(self, counted: Tensor) -> Tensor:
         """[B, M] int64: how many of the counted queries [B, N] bool see each key."""
-        ascending = self.query.masked_fill(~counted, torch.iinfo(torch.int64).min).sort(dim=1).values
-        return self.query.shape[1] - torch.searchsorted(ascending, self.key.contiguous())
+        seen = _at_least(self.query, self.key, counted)
+        if self.query_segment is None or self.key_segment is None:
+            return seen
+        # Later segments lie behind: their queries come later too, and do not see the key.
+        return seen - _at_least(self.query_segment, self.key_segment + 1, counted)
+
+
+def _at_least(values: Tensor, bounds: Tensor, counted: Tensor) -> Tensor:
+    """[B, M] int64: how many of the counted values [B, N] are at least each of the bounds [B, M]."""
+    ascending = values.masked_fill(~counted, torch.iinfo(torch.int64).min).sort(dim=1).values
+    return values.shape[1] - torch.searchsorted(ascending, bounds.contiguous())
 
 
 def received_eager(

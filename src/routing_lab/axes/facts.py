@@ -33,6 +33,7 @@ class RouterTraits:
     needs_class_token: the score reads the class token.
     log_probability: scores are logarithms of such probabilities.
     halts: tokens spend a halting mass in the routed layers, and the score is what they have left (A-ViT).
+    sees_later: a token's score depends on later tokens, even in a causal model.
     routes: False only for `dense`, which routes nothing.
     """
 
@@ -45,6 +46,7 @@ class RouterTraits:
     needs_class_token: bool = False
     log_probability: bool = False
     halts: bool = False
+    sees_later: bool = False
     routes: bool = True
 
     @property
@@ -71,6 +73,7 @@ class ScalingTraits:
     sublayers: the parts of a block that may be routed under this rule.
     bypasses: the bypass members it is defined with; None: any.
     every_token: in evaluation, too, the update of every token is computed, whatever is kept.
+    over_sequence: values of the option `normalize` under which the factor depends on the whole sequence.
     """
 
     uses_score: bool = True
@@ -80,6 +83,7 @@ class ScalingTraits:
     sublayers: tuple[SubLayer, ...] = SUBLAYERS
     bypasses: tuple[str, ...] | None = None
     every_token: bool = False
+    over_sequence: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,9 +59,6 @@ class RouterConfig(Member):
     def refusals(self, facts: BackboneFacts) -> Iterator[Refusal]:
         if self.needs_class_token and "class" not in facts.prefix:
             yield "router", self.name, "reads the class token, which this backbone does not have"
-        if self.traits.attention and facts.causal:
-            message = "scores a token by the attention of later ones, which a causal backbone must not use"
-            yield "router", self.name, message
         if self.corrupt == "sink" and facts.tokens is not None and self.corrupt_token >= facts.tokens:
             yield "router.corrupt_token", self.corrupt_token, f"the backbone has tokens 0 to {facts.tokens - 1}"
 
@@ -87,7 +84,7 @@ class HeadRouterConfig(RouterConfig):
 class QueryRouterConfig(RouterConfig):
     """Routers that read the attention of one query, the class token or a mean of tokens."""
 
-    facts: ClassVar[RouterTraits] = RouterTraits(attention=CLASS_ROW, positive=True)
+    facts: ClassVar[RouterTraits] = RouterTraits(attention=CLASS_ROW, positive=True, sees_later=True)
 
     query: Query = "cls"
 
@@ -127,7 +124,9 @@ class LinearRouterConfig(RouterConfig):
 class PredictorRouterConfig(RouterConfig):
     """`router=predictor`."""
 
-    facts: ClassVar[RouterTraits] = RouterTraits(learned=True, boundary=math.log(0.5), log_probability=True)
+    facts: ClassVar[RouterTraits] = RouterTraits(
+        learned=True, boundary=math.log(0.5), log_probability=True, sees_later=True
+    )
 
     name: Name = "predictor"
     class_path: str = shipped("routing_lab.routing.routers.PredictorRouter")
@@ -190,7 +189,7 @@ class HaltingRouterConfig(RouterConfig):
 class AttentionReceivedRouterConfig(HeadRouterConfig):
     """`router=amod`."""
 
-    facts: ClassVar[RouterTraits] = RouterTraits(attention=RECEIVED, positive=True, unit_mass=True)
+    facts: ClassVar[RouterTraits] = RouterTraits(attention=RECEIVED, positive=True, unit_mass=True, sees_later=True)
 
     name: Name = "amod"
     class_path: str = shipped("routing_lab.routing.routers.AttentionReceivedRouter")
@@ -210,7 +209,7 @@ class AttentionReceivedRouterConfig(HeadRouterConfig):
 class MixRouterConfig(AttentionReceivedRouterConfig, LinearRouterConfig):
     """`router=mix`."""
 
-    facts: ClassVar[RouterTraits] = RouterTraits(attention=RECEIVED, learned=True)
+    facts: ClassVar[RouterTraits] = RouterTraits(attention=RECEIVED, learned=True, sees_later=True)
 
     name: Name = "mix"
     class_path: str = shipped("routing_lab.routing.routers.MixRouter")

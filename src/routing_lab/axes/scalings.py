@@ -42,6 +42,8 @@ class NoScalingConfig(ScalingConfig):
 class MultiplyConfig(ScalingConfig):
     """`scaling=multiply`."""
 
+    facts: ClassVar[ScalingTraits] = ScalingTraits(over_sequence=("unit_mean", "unit_max", "softmax_kept"))
+
     name: Name = "multiply"
     class_path: str = shipped("routing_lab.routing.scaling.Multiply")
     normalize: Normalize = "raw"

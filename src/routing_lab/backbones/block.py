@@ -290,6 +290,8 @@ class PreNormBlock(Block):
             query_valid=present if keys is None else queries.valid,
             key_valid=present,
             key_bias=side.bias,
+            query_segment=queries.segment,
+            key_segment=side.segment,
             logit_bias=self.logit_bias(queries, side, context),
             same=keys is None,
             causal=self.causal,
@@ -390,9 +392,12 @@ def _mask(queries: Positioned, keys: Positioned, visible: Tensor | None, causal:
     allowed = visible
     if keys.valid is not None:
         allowed = keys.valid.unsqueeze(1) if visible is None else visible & keys.valid.unsqueeze(1)
-    if causal and (allowed is not None or keys.bias is not None or keys is not queries):
+    if causal and (allowed is not None or keys.bias is not None or keys.segment is not None or keys is not queries):
         order = keys.positions().unsqueeze(1) <= queries.positions().unsqueeze(2)
         allowed = order if allowed is None else allowed & order
+    if queries.segment is not None and keys.segment is not None:
+        together = keys.segment.unsqueeze(1) == queries.segment.unsqueeze(2)
+        allowed = together if allowed is None else allowed & together
     if allowed is not None:
         allowed = allowed | ~allowed.any(dim=-1, keepdim=True)
         allowed = allowed.expand(-1, queries.x.shape[1], -1).unsqueeze(1)

@@ -6,7 +6,7 @@ Shape legend: B batch, N tokens, H query heads, G key and value heads, d head wi
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -21,7 +21,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3Decode
 from routing_lab.attention import Kernel
 from routing_lab.backbones.block import Branch, PreNormBlock, additive, called, expect, unwrapped
 from routing_lab.routing.model import Backbone
-from routing_lab.routing.tokens import Positioned, Tokens
+from routing_lab.routing.tokens import Layout, Positioned, Tokens
 
 LAYERS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
 ATTENTIONS = (LlamaAttention, MistralAttention, Qwen2Attention, Qwen3Attention)
@@ -51,7 +51,7 @@ class DecoderContext:
 
 
 class LlamaBackbone(Backbone):
-    """A transformers LlamaForCausalLM. Inputs are token ids [B, N] without padding; the output is logits [B, N, V]."""
+    """A transformers LlamaForCausalLM. Inputs are token ids [B, N]; the output is logits [B, N, V]."""
 
     accepts: ClassVar[type[nn.Module]] = LlamaForCausalLM
     causal = True
@@ -69,7 +69,7 @@ class LlamaBackbone(Backbone):
     def heads(self) -> int:
         return self.module.config.num_attention_heads
 
-    def embed(self, inputs: Tensor) -> tuple[Tokens, DecoderContext]:
+    def embed(self, inputs: Tensor, layout: Layout | None = None) -> tuple[Tokens, DecoderContext]:
         model = self.module.model
         x = model.embed_tokens(inputs)
         positions = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
@@ -84,7 +84,10 @@ class LlamaBackbone(Backbone):
                 )
             window_mask = create_sliding_window_causal_mask(**common, position_ids=positions)
         cosine, sine = model.rotary_emb(x, position_ids=positions)
-        return Tokens(x), DecoderContext(cosine, sine, mask, window_mask)
+        tokens = Tokens(x)
+        if layout is not None:
+            tokens = replace(tokens, valid=layout.valid, position=layout.position(), segment=layout.segment)
+        return tokens, DecoderContext(cosine, sine, mask, window_mask)
 
     def block(self, layer: int) -> LlamaBlock:
         return LlamaBlock(self.module.model.layers[layer], self.width, f"layer {layer}")
@@ -157,7 +160,7 @@ class LlamaBlock(PreNormBlock):
         return Kernel(attention.scaling, attention.attention_dropout if attention.training else 0.0)
 
     def whole_block(self, tokens: Positioned, context: DecoderContext) -> Tensor | None:
-        if tokens.position is not None:
+        if tokens.position is not None or tokens.segment is not None:
             return None
         # Past the layer's own checkpointing: `recomputed` says it, and the routed model does it.
         return nn.Module.__call__(

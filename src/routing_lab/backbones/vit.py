@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from routing_lab.attention import Kernel
 from routing_lab.backbones.block import Branch, FusedProjection, called, expect
 from routing_lab.routing.model import Backbone
-from routing_lab.routing.tokens import Positioned, Tokens
+from routing_lab.routing.tokens import Layout, Positioned, Tokens
 
 
 class VisionTransformerBackbone(Backbone):
@@ -51,7 +51,9 @@ class VisionTransformerBackbone(Backbone):
             raise ValueError(f"backbone has {vit.num_prefix_tokens} prefix tokens, of which only {kinds} are known")
         return tuple(kinds)
 
-    def embed(self, inputs: Tensor) -> tuple[Tokens, None]:
+    def embed(self, inputs: Tensor, layout: Layout | None = None) -> tuple[Tokens, None]:
+        if layout is not None:
+            raise ValueError("valid, segments: an image has neither padding nor documents")
         vit = self.module
         x = vit.norm_pre(vit.patch_drop(vit._pos_embed(vit.patch_embed(inputs))))
         return Tokens(x, num_prefix=len(self.prefix)), None

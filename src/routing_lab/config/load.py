@@ -23,6 +23,7 @@ from routing_lab.config.refusals import REFUSALS
 from routing_lab.config.remarks import REMARKS
 from routing_lab.config.schema import Config
 from routing_lab.config.timm_shape import complete_from_timm
+from routing_lab.data.schema import DATA_SETS
 from routing_lab.keys import LATER
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -114,8 +115,11 @@ def _check(composed: DictConfig, facts: BackboneFacts | None, problems: list[Pro
     sections, invalid = _validate(data)
     problems = [*problems, *shapeless]
     covered = {"backbone", "data"} if shapeless else set()
-    if "backbone" in sections and not hasattr(sections["backbone"], "image_size"):
-        covered.add("data")  # follow the backbone's image size, and there is none
+    data_set = str(data["data"].get("name")) if isinstance(data.get("data"), Mapping) else ""
+    if "backbone" in sections and data_set in DATA_SETS:
+        modality = "text" if sections["backbone"].facts().causal else "images"
+        if DATA_SETS[data_set].modality != modality:
+            covered.add("data")  # follow a shape that this backbone does not have
     for problem in [*unresolved, *invalid]:
         if not _covered(problem.key, covered | {known.key for known in problems}):
             problems.append(problem)
@@ -126,8 +130,10 @@ def _check(composed: DictConfig, facts: BackboneFacts | None, problems: list[Pro
     if facts is not None:
         seen = {name: section for name, section in sections.items() if name not in (*ABOUT_TRAINING, "backbone")}
         seen["facts"] = facts
-    elif "backbone" in sections:
-        seen["facts"] = sections["backbone"].facts()
+    else:
+        seen["data_set"] = data_set
+        if "backbone" in sections:
+            seen["facts"] = sections["backbone"].facts()
     problems += run_checks(seen, REFUSALS)
     remarks: list[str] = []
     if not problems and facts is None:

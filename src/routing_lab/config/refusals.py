@@ -20,11 +20,18 @@ from routing_lab.axes.routers import ROUTERS, RouterConfig
 from routing_lab.axes.scalings import ScalingConfig
 from routing_lab.config.checks import Check, takes_options
 from routing_lab.config.problems import Problem, one_line
-from routing_lab.config.schema import BackboneConfig, IsoflopConfig, LlamaBackbone, TaskConfig, TimmBackbone
+from routing_lab.config.schema import (
+    TASKS,
+    BackboneConfig,
+    IsoflopConfig,
+    LlamaBackbone,
+    TaskConfig,
+    TaskFacts,
+    TimmBackbone,
+)
 from routing_lab.config.training import CheckpointInit, DenseInit, InitConfig, PretrainedInit, ScratchInit, TrainConfig
 from routing_lab.data.inspect import inspect as inspect_data
-from routing_lab.data.schema import DataConfig
-from routing_lab.keys import LATER
+from routing_lab.data.schema import DATA_SETS, DataConfig
 
 # --- refusals: backbone ---
 
@@ -58,10 +65,8 @@ def backbone_shape(backbone: BackboneConfig) -> Iterator[Problem]:
 
 
 def backbone_can_be_trained(backbone: BackboneConfig, init: InitConfig) -> Iterator[Problem]:
-    """The command trains on images, and published weights need a name."""
-    if isinstance(backbone, LlamaBackbone):
-        yield Problem.of("backbone", backbone.name, "is a language model; training takes images: use routing_lab.route")
-    elif isinstance(init, PretrainedInit) and getattr(backbone, "timm_name", None) is None:
+    """Published weights need a name."""
+    if isinstance(init, PretrainedInit) and getattr(backbone, "timm_name", None) is None:
         yield Problem.of("init", "pretrained", f"needs backbone.timm_name; backbone={backbone.name} has none")
 
 
@@ -235,12 +240,53 @@ def data_exist(data: DataConfig) -> Iterator[Problem]:
         yield Problem.of(key, value, one_line(message))
 
 
+def shipped_task(task: TaskConfig) -> TaskFacts | None:
+    """Facts about a task that ships; None: its class is from outside the package."""
+    known = TASKS.get(task.name)
+    return known if known is not None and known.target == task.class_path else None
+
+
 def task_exists(task: TaskConfig) -> Iterator[Problem]:
     """A task from outside the package has a class that takes its options."""
-    if {"name": task.name, "_target_": task.class_path, **task.options} == LATER["task"]:
+    if shipped_task(task) is not None and not task.options:
         return
     given = frozenset({"model", "train", "seed", "outputs", "teacher", "losses"})
     yield from takes_options("task", task.class_path, task.options, given)
+
+
+def task_takes(task: TaskConfig, backbone: BackboneConfig, data_set: str) -> Iterator[Problem]:
+    """Backbone and data are of the kind that a shipped task takes."""
+    known = shipped_task(task)
+    if known is None:
+        return
+    chosen = f"task={task.name}"
+    if backbone.facts().causal != known.causal:
+        kinds = ("a vision transformer", "a language model")
+        able = next(name for name, facts in TASKS.items() if facts.causal != known.causal)
+        is_kind, takes = kinds[not known.causal], kinds[known.causal]
+        yield Problem.of("backbone", backbone.name, f"is {is_kind}, and {chosen} takes {takes}; use task={able}")
+    modality = DATA_SETS[data_set].modality if data_set in DATA_SETS else known.reads
+    if modality != known.reads:
+        able = next(name for name, facts in TASKS.items() if facts.reads == modality)
+        yield Problem.of("data", data_set, f"is {modality}, and {chosen} reads {known.reads}; use task={able}")
+
+
+def recipe_fits_task(task: TaskConfig, train: TrainConfig, isoflop: IsoflopConfig) -> Iterator[Problem]:
+    """The recipe changes nothing that a shipped task does not have."""
+    known = shipped_task(task)
+    if known is None:
+        return
+    chosen = f"task={task.name}"
+    if known.reads == "text":
+        off = {"augment": "none", "erasing": 0.0, "mixup": 0.0, "cutmix": 0.0}
+        for key in (key for key, value in off.items() if getattr(train, key) != value):
+            message = f"changes images, and {chosen} reads text; use {off[key]}"
+            yield Problem.of(f"train.{key}", getattr(train, key), message)
+    if train.distils and not known.distils:
+        able = next(name for name, facts in TASKS.items() if facts.distils)
+        yield Problem.of("train.distill", train.distill, f"{chosen} learns from no teacher; task={able} does")
+    if isoflop.by != "none" and known.causal:
+        yield Problem.of("isoflop.by", isoflop.by, f"sizes a vision transformer, and {chosen} takes a language model")
 
 
 def checkpoint_exists(init: InitConfig) -> Iterator[Problem]:
@@ -293,6 +339,8 @@ REFUSALS: tuple[Check, ...] = (
     losses_fit,
     data_exist,
     task_exists,
+    task_takes,
+    recipe_fits_task,
     checkpoint_exists,
     dense_run_is_trained,
     isoflop_fits,

@@ -80,10 +80,24 @@ def members_remark(sections: Mapping[str, Any], router: RouterConfig, bypass: By
             yield from sections[axis].remarks(beside)
 
 
-def capacity_sees_the_future(capacity: CapacityConfig, router: RouterConfig, facts: BackboneFacts) -> Iterator[str]:
-    """A causal model in which later tokens decide whether a token is kept."""
-    compares = capacity.traits.compares
-    if facts.causal and router.traits.routes and compares:
+def later_tokens_are_seen(
+    capacity: CapacityConfig, router: RouterConfig, scaling: ScalingConfig, facts: BackboneFacts
+) -> Iterator[str]:
+    """A causal model in which later tokens have a say in what becomes of a token: it cannot be decoded."""
+    if not facts.causal or not router.traits.routes:
+        return
+    if router.traits.sees_later:
+        yield (
+            f"router={router.name} scores a token by later ones, which a causal model has not seen when it generates; "
+            "router=mlp scores it by itself"
+        )
+    normalize = scaling.options.get("normalize")
+    if normalize in scaling.traits.over_sequence:
+        yield (
+            f"scaling.normalize={normalize} compares a token's score with those of later ones, which a causal model has "
+            "not seen when it generates; sigmoid looks at the token alone"
+        )
+    if capacity.traits.compares:
         yield (
             f"capacity={capacity.name} compares a token's score with those of later ones, which a causal model has "
             "not seen when it generates; capacity=threshold decides from the token alone"
@@ -130,7 +144,7 @@ REMARKS: tuple[Check, ...] = (
     router_learns,
     keys_without_effect,
     members_remark,
-    capacity_sees_the_future,
+    later_tokens_are_seen,
     losses_change_something,
     warmup_ends,
     about_data,

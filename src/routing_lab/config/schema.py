@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Annotated, Literal
 
 from pydantic import Field, SerializeAsAny
@@ -109,6 +112,29 @@ class IsoflopConfig(Strict):
 
 class TaskConfig(Member, Outside):
     """What is trained for: the class that owns data, head, loss and metrics, and the options that are given to it."""
+
+
+@dataclass(frozen=True)
+class TaskFacts:
+    """Facts about a shipped task, which checks need before its class is imported.
+
+    target: the class. reads: data of this modality. causal: its backbone is a language model. distils: it can learn from
+    a teacher.
+    """
+
+    target: str
+    reads: Literal["images", "text"]
+    causal: bool = False
+    distils: bool = False
+
+
+TASKS: Mapping[str, TaskFacts] = MappingProxyType(
+    {
+        "classification": TaskFacts("routing_lab.tasks.classification.Classification", reads="images", distils=True),
+        "language": TaskFacts("routing_lab.tasks.language.Language", reads="text", causal=True),
+    }
+)
+"""Shipped tasks by name."""
 
 
 # --- the whole ---

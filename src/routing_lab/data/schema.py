@@ -8,7 +8,7 @@ A key named `root` says where a data set lies on this machine and nothing about 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
@@ -19,6 +19,7 @@ class _Images(BaseModel):
     """What every image data set states: the size and channels the backbone wants, and how pixels become numbers."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+    modality: ClassVar[Literal["images", "text"]] = "images"
 
     image_size: int = Field(ge=1, description="pixels; every image is brought to image_size x image_size")
     channels: Literal[1, 3] = Field(description="1 = grey, 3 = RGB; images are converted")

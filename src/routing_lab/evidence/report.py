@@ -23,10 +23,10 @@ from routing_lab.evidence.figures import Drawing, Row
 from routing_lab.evidence.pilot import is_pilot
 from routing_lab.evidence.registration import Plan
 from routing_lab.evidence.study import Study
-from routing_lab.evidence.tables import DEFAULT_METRIC, SweepTable, Table, pairwise_table, sweep_table
+from routing_lab.evidence.tables import SweepTable, Table, pairwise_table, sweep_table
 from routing_lab.evidence.verdict import StudyResult, effects_table, evaluate, verdict_text
 from routing_lab.runs.files import write_text
-from routing_lab.runs.metrics import THROUGHPUTS
+from routing_lab.runs.metrics import HEADLINES, THROUGHPUTS
 from routing_lab.runs.records import member_name, tidy_rows
 
 FORMATS = ("html", "md", "csv", "latex")
@@ -210,7 +210,7 @@ def _study_section(result: StudyResult) -> Section:
 
 def _sweep_section(data: str, records: Sequence[Mapping[str, Any]]) -> Section:
     table = sweep_table(records)
-    metric = DEFAULT_METRIC if figures.has_values(table.members, DEFAULT_METRIC) else "test/loss"
+    metric = next((key for key in HEADLINES if figures.has_values(table.members, key)), HEADLINES[-1])
     caption = table.arms.caption.removeprefix("Arms: ")
     rows = [
         Row(f"{c.arm.label}", c.difference.mean, c.difference.low, c.difference.high)

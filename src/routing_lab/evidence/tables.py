@@ -20,6 +20,7 @@ from routing_lab.evidence import formatting
 from routing_lab.evidence.arms import Arm, group_arms, metric_of
 from routing_lab.evidence.formatting import Kind
 from routing_lab.runs.files import write_text
+from routing_lab.runs.metrics import HEADLINES
 from routing_lab.runs.records import member_name, scale_label
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
     from routing_lab.evidence.statistics import Difference
 
-DEFAULT_METRIC = "test/acc"
 
 MAX_CELLS_SHOWN = 24
 """A sweep of more cells is shown by its arms alone."""
@@ -158,7 +158,7 @@ def sweep_table(
 
     Args:
         records: what `read_records` or `read_record` gave, in the order in which the arms are to appear.
-        metric: key of a metric, `test/acc` by default (`test/loss` where no run has an accuracy).
+        metric: key of a metric, the first of `HEADLINES` that there is by default.
         reference: label of the reference arm. By default each arm is compared with the dense arm of the same data
             that differs in the fewest keys; without a dense arm, with the first arm of the same data.
         level: of the intervals.
@@ -482,10 +482,7 @@ def _cells_table(arms: Sequence[Arm], shown: formatting.Metric, caption: str) ->
 
 
 def _present_metric(arms: Sequence[Arm]) -> str:
-    for key in (DEFAULT_METRIC, "test/loss"):
-        if any(arm.values(key) for arm in arms):
-            return key
-    return DEFAULT_METRIC
+    return next((key for key in HEADLINES if any(arm.values(key) for arm in arms)), HEADLINES[-1])
 
 
 def _references(arms: Sequence[Arm], label: str | None) -> tuple[dict[str, Arm], list[str]]:

@@ -28,7 +28,7 @@ from routing_lab.routing.layer import (
     follow_statistics,
 )
 from routing_lab.routing.noise import NoiseSource
-from routing_lab.routing.tokens import Tokens
+from routing_lab.routing.tokens import Layout, Tokens
 from routing_lab.routing.work import Work
 
 Active = Literal["both", "train", "eval"]
@@ -81,8 +81,11 @@ class Backbone(ABC):
         """Kinds of the prefix tokens in order, for instance ("class", "registers")."""
 
     @abstractmethod
-    def embed(self, inputs: Tensor) -> tuple[Tokens, Any]:
-        """The tokens [B, N, D] that enter the first block, and what all blocks share in this forward."""
+    def embed(self, inputs: Tensor, layout: Layout | None = None) -> tuple[Tokens, Any]:
+        """The tokens [B, N, D] that enter the first block, and what all blocks share in this forward.
+
+        layout: padding and documents; None: neither. Raises ValueError in a family that knows none.
+        """
 
     @abstractmethod
     def block(self, layer: int) -> Block:
@@ -164,6 +167,8 @@ class RoutedModel(nn.Module):
         self,
         inputs: Tensor,
         *,
+        valid: Tensor | None = None,
+        segments: Tensor | None = None,
         return_trace: bool = False,
         return_tokens: bool = False,
         progress: float = 1.0,
@@ -175,6 +180,9 @@ class RoutedModel(nn.Module):
 
         Args:
             inputs: what the backbone takes: images [B, C, H, W] or token ids [B, N].
+            valid: [B, N] bool, False at padding, which may lie on either side of a text; None: there is none.
+            segments: [B, N] int64, the document of each token, ascending: texts packed into one sequence do not see
+                each other; None: all tokens are of one.
             return_trace: return (output, `Trace`) instead of the output.
             return_tokens: return the `Tokens` behind the output as well, last: those that left the last layer, after
                 the backbone's final norm.
@@ -183,7 +191,8 @@ class RoutedModel(nn.Module):
             sample_ids: [B] int64, index of each sample in its data set; routing noise belongs to it. None: 0 .. B - 1.
             noise: source of the routing noise; None: the one that `step` and `sample_ids` say.
         """
-        tokens, context = self.embed(inputs)
+        plain = valid is None and segments is None
+        tokens, context = self.embed(inputs, None if plain else Layout(valid, segments))
         state = self.run_state(tokens, progress, step, sample_ids, noise)
         tokens, trace = self.forward_tokens(tokens, context, state, traced=return_trace)
         found = [self.head(tokens)]
@@ -194,9 +203,9 @@ class RoutedModel(nn.Module):
             found.append(tokens.with_x(self.adapter.norm(tokens.x)))
         return found[0] if len(found) == 1 else tuple(found)
 
-    def embed(self, inputs: Tensor) -> tuple[Tokens, Any]:
+    def embed(self, inputs: Tensor, layout: Layout | None = None) -> tuple[Tokens, Any]:
         """The tokens that enter the first layer, and the backbone's context for `forward_tokens`."""
-        return self.adapter.embed(inputs)
+        return self.adapter.embed(inputs, layout)
 
     def head(self, tokens: Tokens) -> Any:
         """The backbone's output from the tokens that left the last layer, and those that halted before."""

@@ -22,12 +22,14 @@ class Positioned:
         position: [B, N] int64, see `Tokens.position`; None: 0 .. N - 1.
         valid: [B, N] bool, False at padding; None: all are tokens.
         bias: [B, N] added to the logits of each as a key; None: zero.
+        segment: [B, N] int64, see `Tokens.segment`; None: one for all.
     """
 
     x: Tensor
     position: Tensor | None = None
     valid: Tensor | None = None
     bias: Tensor | None = None
+    segment: Tensor | None = None
 
     def positions(self) -> Tensor:
         """[B, N] int64: the position of each token."""
@@ -44,7 +46,27 @@ class Positioned:
             selection.index if self.position is None else selection.gather(self.position),
             selection.valid,
             None if self.bias is None else selection.gather(self.bias),
+            None if self.segment is None else selection.gather(self.segment),
         )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the tokens of a batch of texts lie.
+
+    Args:
+        valid: [B, N] bool, False at padding, on the left or on the right; None: all are tokens.
+        segment: [B, N] int64, the document of each token, ascending; None: one for all.
+    """
+
+    valid: Tensor | None = None
+    segment: Tensor | None = None
+
+    def position(self) -> Tensor | None:
+        """[B, N] int64: how many tokens come before each, -1 at padding; None: token n stands at n."""
+        if self.valid is None:
+            return None
+        return (self.valid.cumsum(dim=1) - 1).masked_fill(~self.valid, -1)
 
 
 @dataclass
@@ -61,6 +83,8 @@ class Tokens:
         position: [B, N] int64, where each token stood among those that the backbone embedded, which rotary angles,
             relative positions and causal masks go by; -1 for a token without a place of its own; None while token n
             stands at n.
+        segment: [B, N] int64, the document of each token: tokens of different documents do not see each other; None:
+            one for all.
         size: [B, N], how many of the first tokens each token stands for; None while each stands for itself.
         valid: [B, N] bool, False at padding, where samples have different numbers of tokens; None when all have N.
         proportional: attention weighs keys by `size` (ToMe).
@@ -76,6 +100,7 @@ class Tokens:
     origin: Tensor | None = None
     source: Tensor | None = None
     position: Tensor | None = None
+    segment: Tensor | None = None
     size: Tensor | None = None
     valid: Tensor | None = None
     proportional: bool = False
@@ -104,7 +129,7 @@ class Tokens:
 
     def side(self) -> Positioned:
         """The tokens as queries and keys of an attention."""
-        return Positioned(self.x, self.position, self.valid, self.key_bias())
+        return Positioned(self.x, self.position, self.valid, self.key_bias(), self.segment)
 
     def sources(self) -> Tensor:
         """[B, N0] int64: for each token that entered the first layer the token that now stands for it, -1 where none
@@ -173,6 +198,7 @@ class Tokens:
             origin=_padded(selection.gather(self.origins()), valid, -1),
             source=self.follow(position),
             position=_padded(selection.index if self.position is None else selection.gather(self.position), valid, -1),
+            segment=None if self.segment is None else selection.gather(self.segment),
             size=None if self.size is None else _padded(selection.gather(self.size), valid, 1),
             valid=valid,
             proportional=self.proportional,

@@ -67,6 +67,9 @@ QUANTITIES = _declared(
 )
 """What tasks measure, by the name that follows the split."""
 
+HEADLINES = tuple(f"test/{name}" for name in ("ppl", "acc", "loss"))
+"""What a table shows of a run that is asked for nothing else: the first that runs have."""
+
 COSTS = _declared(
     [
         Metric("cost/params", "params", "count", False),

@@ -153,8 +153,11 @@ class Task(pl.LightningModule):
         """The part of the test pass' arrays that is written to predictions.npz."""
         return arrays
 
-    def cost_shape(self) -> ModelShape:
-        """The shape of the model that is counted; raises ValueError for one that the cost model does not know."""
+    def cost_shape(self, data: Any) -> ModelShape:
+        """The shape of the model that is counted for an example of the data module.
+
+        Raises ValueError for a model that the cost model does not know.
+        """
         return vision_shape(self.model.get_submodule("backbone"))
 
     @property

@@ -245,7 +245,7 @@ def _fit(task: Task, data: Any, folder: RunFolder, config: Config, record: dict[
 
 def _test(task: Task, data: Any, folder: RunFolder, config: Config, record: dict[str, Any]) -> dict[str, float]:
     """One pass over the test split: predictions, metrics, measured tokens and cost."""
-    meter = CostMeter(task.model, config, task.cost_shape())
+    meter = CostMeter(task.model, config, task.cost_shape(data))
     trainer = _trainer(config, callbacks=[_CountTokens(meter)], enable_progress_bar=False, devices=1)
     metrics: dict[str, float] = {}
     if config.train.epochs == 0:

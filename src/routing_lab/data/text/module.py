@@ -98,8 +98,8 @@ def _windowed(data: Any, train: Any, seed: int) -> TextData:
             content.update(split.encode() + hashlib.sha256(document).digest())
     ordered = [streams[split] for split in SPLITS]
     build = (
-        Windows(ordered, counts, data.context, separate, moving=0, seed=seed),
-        Windows(ordered, counts, data.context, separate),
+        Windows(ordered, counts, data.context, separate, encoding.lengths(), moving=0, seed=seed),
+        Windows(ordered, counts, data.context, separate, encoding.lengths()),
     )
     return TextData(_split(counts, data.eval_windows), build, data, train, seed, encoding, content.hexdigest())
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -11,6 +11,7 @@ class TextWindows(BaseModel):
     """What every text states: how long a window is, and how many of them are used."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+    modality: ClassVar[Literal["images", "text"]] = "text"
 
     context: int = Field(ge=1, description="tokens of a window; each predicts the next one")
     epoch_windows: int | None = Field(ge=1, description="training windows of one epoch; null = all")

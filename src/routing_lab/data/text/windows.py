@@ -34,12 +34,14 @@ class TextBatch(NamedTuple):
         ids: [B, N] int64.
         targets: [B, N] int64, the next token; -100 where it does not count.
         indices: [B] int64, the windows, numbered over all splits.
+        num_bytes: [B] int64, bytes of text that the targets which count stand for.
         segments: [B, N] int64, the document of each token; None: all tokens of a window may see each other.
     """
 
     ids: Tensor
     targets: Tensor
     indices: Tensor
+    num_bytes: Tensor
     segments: Tensor | None = None
 
 
@@ -69,6 +71,7 @@ class Windows:
         counts: windows of each split.
         context: C.
         separate: documents do not see each other.
+        token_bytes: [V] bytes of text that each token stands for.
         moving: the split whose windows begin at an offset; None: those that are evaluated.
         seed: the run's seed.
     """
@@ -81,12 +84,14 @@ class Windows:
         counts: Sequence[int],
         context: int,
         separate: bool,
+        token_bytes: NDArray[np.int64],
         moving: int | None = None,
         seed: int = 0,
     ) -> None:
         self.streams = list(streams)
         self.context = context
         self.separate = separate and any(len(stream.starts) > 1 for stream in streams)
+        self.token_bytes = token_bytes
         self.moving = moving
         self.seed = seed
         self._ends = np.cumsum(counts)
@@ -97,7 +102,11 @@ class Windows:
         indices = torch.as_tensor(request.indices, dtype=torch.int64)
         parts = [self._window(int(index), request.epoch) for index in indices]
         ids, targets, segments = (torch.from_numpy(np.stack(part)) for part in zip(*parts, strict=True))
-        return TextBatch(ids, targets, indices, segments if self.separate else None)
+        num_bytes = torch.from_numpy(np.stack([self._bytes_of(targets) for _, targets, _ in parts]))
+        return TextBatch(ids, targets, indices, num_bytes, segments if self.separate else None)
+
+    def _bytes_of(self, targets: NDArray[np.int64]) -> np.int64:
+        return self.token_bytes[targets[targets != IGNORED]].sum()
 
     def _window(self, index: int, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         split = int(np.searchsorted(self._ends, index, side="right"))
@@ -120,7 +129,7 @@ class Windows:
 
 
 class Sequences:
-    """Makes batches of sequences that are there already, with targets of their own."""
+    """Makes batches of sequences that are there already, with targets of their own; a token is a byte."""
 
     is_per_image = False
 
@@ -130,4 +139,5 @@ class Sequences:
     def __call__(self, request: Request) -> TextBatch:
         """The batch of a request."""
         indices = torch.as_tensor(request.indices, dtype=torch.int64)
-        return TextBatch(self._tokens[indices], self._targets[indices], indices)
+        targets = self._targets[indices]
+        return TextBatch(self._tokens[indices], targets, indices, (targets != IGNORED).sum(dim=1))
