@@ -94,7 +94,10 @@ def refused(*overrides: str, config_dir: Path | None = None) -> list[str]:
         ("router.exclude_keys=[patches]", "router.exclude_keys[0] = patches: must be one of class, distillation"),
         ("router.corrupt=sink router.corrupt_token=17", "router.corrupt_token = 17: the backbone has tokens 0 to 16"),
         ("backbone=llama_micro", "backbone = llama_micro: is a language model, and task=classification takes a vision"),
-        ("task=language data=digits", "data = digits: is images, and task=language reads text; use task=classification"),
+        (
+            "task=language data=digits",
+            "data = digits: is images, and task=language reads text; use task=",
+        ),
         ("task=language backbone=vit_micro", "and task=language takes a language model"),
         ("task=language train.mixup=0.2", "train.mixup = 0.2: changes images, and task=language reads text; use 0.0"),
         ("task=language train.distill=soft", "train.distill = soft: task=language learns from no teacher"),

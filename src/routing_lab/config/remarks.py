@@ -94,8 +94,8 @@ def later_tokens_are_seen(
     normalize = scaling.options.get("normalize")
     if normalize in scaling.traits.over_sequence:
         yield (
-            f"scaling.normalize={normalize} compares a token's score with those of later ones, which a causal model has "
-            "not seen when it generates; sigmoid looks at the token alone"
+            f"scaling.normalize={normalize} compares a token's score with those of later ones, which a causal model "
+            "has not seen when it generates; sigmoid looks at the token alone"
         )
     if capacity.traits.compares:
         yield (

@@ -118,8 +118,8 @@ class TaskConfig(Member, Outside):
 class TaskFacts:
     """Facts about a shipped task, which checks need before its class is imported.
 
-    target: the class. reads: data of this modality. causal: its backbone is a language model. distils: it can learn from
-    a teacher.
+    target: the class. reads: data of this modality. causal: its backbone is a language model. distils: it can learn
+    from a teacher.
     """
 
     target: str

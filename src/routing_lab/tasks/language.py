@@ -88,9 +88,7 @@ class Language(Task):
         return loss + added, totals, terms
 
     def examples(self, batch: TextBatch) -> tuple[dict[str, Tensor], Any]:
-        logits, trace = self.evaluated(
-            batch.ids, segments=batch.segments, return_trace=True, sample_ids=batch.indices
-        )
+        logits, trace = self.evaluated(batch.ids, segments=batch.segments, return_trace=True, sample_ids=batch.indices)
         return _arrays(batch, token_losses(logits, batch.targets), logits), trace
 
     def totals(self, arrays: Mapping[str, Tensor]) -> dict[str, Tensor]:
