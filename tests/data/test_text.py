@@ -89,8 +89,9 @@ def test_problems_name_key_and_value(node: Callable[..., Any], build: Build, tmp
 def test_every_token_of_a_split_is_predicted_once(build: Build) -> None:
     data = build(documents="joined")
     seen = 0
-    for ids, targets, _, segments in data.loader("val"):
+    for ids, targets, _, num_bytes, segments in data.loader("val"):
         assert segments is None
+        assert torch.equal(num_bytes, (targets != -100).sum(dim=1))
         assert ids.shape[1] == data.context
         counted = targets != IGNORED
         assert torch.equal(ids[:, 1:][counted[:, :-1]], targets[:, :-1][counted[:, :-1]])
@@ -128,7 +129,7 @@ def test_an_epoch_may_be_shorter_and_evaluation_sparser(build: Build) -> None:
 def test_documents_are_told_apart(build: Build) -> None:
     data = build(documents="separate")
     crossing = 0
-    for ids, targets, _, segments in data.train_dataloader():
+    for ids, targets, _, _, segments in data.train_dataloader():
         assert segments is not None
         for row in range(len(ids)):
             letters_of = {
@@ -198,7 +199,7 @@ def test_documents_of_the_hub_are_streamed_once(
 def test_planted_pairs_hold_the_answers(build: Build) -> None:
     data = build("induction", num_train=32, num_val=8, num_test=8, num_pairs=5, num_queries=3)
     assert data.masks is not None
-    for ids, targets, indices, _ in data.loader("val"):
+    for ids, targets, indices, *_ in data.loader("val"):
         for row, index in enumerate(indices.tolist()):
             asked = (targets[row] != IGNORED).nonzero().flatten().tolist()
             assert len(asked) == 3
