@@ -72,7 +72,7 @@ rows = [
     if c.difference is not None
 ]
 caption = table.arms.caption.removeprefix("Arms: ")
-figures.forest(rows, "test/acc", f"Differences from the reference arm, {caption}")
+figures.forest(rows, figures.Measure.of_difference("test/acc"), f"Differences from the reference arm, {caption}")
 
 # %%
 figures.pareto(table.members, "test/acc", "cost/macs_measured", f"Accuracy over measured cost, {caption}")

@@ -20,6 +20,21 @@ _FLAGS = (
 )
 
 _MEASURE = """
+// Words of which a part stands on another line; hyphens and slashes are places where a word may end.
+function brokenWords(page) {
+  const found = [], range = page.createRange();
+  const walker = page.createTreeWalker(page.querySelector("main"), NodeFilter.SHOW_TEXT);
+  for (let node; node = walker.nextNode();) {
+    if (node.parentElement.closest("svg")) continue;
+    for (const match of node.textContent.matchAll(/[^\\s\\-\\/]+/g)) {
+      range.setStart(node, match.index);
+      range.setEnd(node, match.index + match[0].length);
+      const tops = new Set([...range.getClientRects()].map(box => Math.round(box.top)));
+      if (tops.size > 1) found.push(match[0]);
+    }
+  }
+  return found;
+}
 window.onload = () => {
   const found = {};
   for (const frame of document.querySelectorAll("iframe")) {
@@ -32,6 +47,11 @@ window.onload = () => {
       figure_font: Math.min(...[...page.querySelectorAll("svg text")].map(text =>
         parseFloat(getComputedStyle(text).fontSize) * text.ownerSVGElement.getScreenCTM().a)),
       headings: [...page.querySelectorAll("h2")].map(heading => heading.textContent),
+      cut: [...page.querySelectorAll("table, p, figcaption, svg")].filter(part => {
+        const box = part.getBoundingClientRect();
+        return box.width && (box.right > root.clientWidth + 1 || box.left < -1);
+      }).map(part => part.textContent.trim().slice(0, 60)),
+      broken: brokenWords(page),
       resources: page.defaultView.performance.getEntriesByType("resource").map(entry => entry.name),
     };
   }

@@ -20,10 +20,10 @@ from tests.evidence.test_study import CONTENT, content, write_study
 from routing_lab import report as command
 from routing_lab.evidence import claims, figures
 from routing_lab.evidence.arms import group_arms
-from routing_lab.evidence.registration import Cell, append, register
+from routing_lab.evidence.registration import Cell, append, read_plans, register
 from routing_lab.evidence.report import build_report, to_html, to_latex, to_markdown, write_report
 from routing_lab.evidence.study import StudyError, parse_study
-from routing_lab.evidence.tables import pairwise_table, sweep_table
+from routing_lab.evidence.tables import SweepTable, pairwise_table, sweep_table
 from routing_lab.evidence.verdict import evaluate
 from routing_lab.runs.records import read_records
 
@@ -31,6 +31,14 @@ ARMS: dict[str, Any] = {
     "amod": ({"router": "amod"}, 0.95),
     "dense": ({"router": "dense"}, 0.96),
     "linear": ({"router": "linear", "capacity.fraction": 0.25}, 0.93),
+}
+
+SHIPPED = Path(__file__).parents[2] / "experiments" / "results" / "confound_2x2.toy" / "runs"
+MARGIN_RULES: dict[str, Any] = {
+    "decision__rules": [
+        {"verdict": "supports", "says": "better", "when": {"source at none": "superior"}},
+        {"verdict": "contradicted", "says": "no better", "when": {"source at none": "non-superior"}},
+    ]
 }
 
 
@@ -105,17 +113,21 @@ def test_report_of_a_folder(runs: Path, tmp_path: Path, capsys: pytest.CaptureFi
         "report.tex",
         "runs-digits-sweep.csv",
         "runs.csv",
+        "study-confound-toy-design.csv",
         "study-confound-toy-effects.csv",
+        "study-confound-toy-facts.csv",
         "study-confound-toy-pairs.csv",
+        "study-confound-toy-rules.csv",
         "study-confound-toy-sweep.csv",
     ]
     page = (runs / "report" / "report.html").read_text()
     for text in (
         "failed: seed 0",
         "Unreadable: broken",
-        "Verdict: supports",
+        'Verdict: <span class="word supports">supports</span> it is the source',
+        "Not registered: nothing shows that the rules stood before the results",
+        "1: met",
         "scale: toy",
-        "predicted positive, observed",
     ):
         assert text in page
     assert page.count("<svg") == 8
@@ -144,10 +156,60 @@ def test_the_same_records_give_the_same_bytes_wherever_they_stand(runs: Path, tm
         assert a.read_bytes() == b.read_bytes()
 
 
+def stored_report() -> str:
+    return to_markdown(build_report(read_records(STORED), studies=[parse_study(content(seeds=[0, 1, 2, 3]))]))
+
+
 def test_stored_runs_give_the_stored_report() -> None:
-    # Written by: to_markdown(build_report(read_records(STORED), studies=[...])), once checked by eye.
-    report = build_report(read_records(STORED), studies=[parse_study(content(seeds=[0, 1, 2, 3]))])
-    assert to_markdown(report) == (STORED.parent / "report.md").read_text(encoding="utf-8")
+    # Written by: python -m tests.evidence.test_report, and checked by eye.
+    assert stored_report() == (STORED.parent / "report.md").read_text(encoding="utf-8")
+
+
+def test_a_study_begins_with_its_verdict_and_shows_registration_rules_and_how_it_was_run(runs: Path) -> None:
+    records = [record for record in read_records(runs) if record["study"]]
+    cells = [Cell(record["arm"], record["seed"], record["run_id"]) for record in records]
+    study = parse_study(content(scales__toy__spread=0.01, margin={"size": 0.01, "because": "b"}, **MARGIN_RULES))
+    options: dict[str, Any] = {"versions": {}, "now": datetime(2026, 12, 1, tzinfo=UTC)}
+    first = register(None, study, "toy", cells, **options)
+    changed = study.model_copy(update={"reference": "amod_none"})
+    done = {cell.run_id for cell in cells}
+    amended = register(first, changed, "toy", cells, finished=done, reason="we looked", **options)
+    records[0]["warnings"] = ["layer 3 is idle"]
+    records[1] |= {"status": "failed"}
+    Path(records[1]["folder"], "error.log").write_text("Traceback\nValueError: boom\n")
+    (section,) = [s for s in build_report(records, plans=[amended]).sections if s.headline]
+    assert section.headline is not None
+    notes = "\n".join(section.headline.notes)
+    assert "Missing: " in notes
+    by_name = {table.name: table for table in section.tables if not isinstance(table, SweepTable)}
+    assert by_name["registration"].column("event") == ["registered", "amended"]
+    assert by_name["registration"].column("reason") == ["", "we looked"]
+    assert list(by_name)[:3] == ["registration", "rules", "effects"]
+    assert by_name["rules"].column("verdict") == ["supports", "contradicted"]
+    assert by_name["rules"].column("power")[0].endswith(" %")
+    facts = dict(by_name["facts"].rows)
+    assert facts["cells"] == "29 finished"
+    assert {"seeds", "data", "recipe", "commit"} <= facts.keys()
+    assert [row[:2] for row in by_name["trouble"].rows] == [
+        ("warning", "layer 3 is idle"),
+        ("failed", "ValueError: boom"),
+    ]
+
+
+def test_every_figure_is_drawn_from_the_shipped_records() -> None:
+    records = read_records(SHIPPED)
+    (plan,) = read_plans(SHIPPED)
+    report = build_report(records, plans=[plan])
+    drawn = [drawing for section in report.sections for drawing in section.drawings]
+    assert [drawing.name for drawing in drawn] == ["forest-differences", "pareto", "speed", "curves", "kept"]
+    forest, pareto, speed, _, kept = drawn
+    for words in ("lines: intervals", "dots: one a seed", "triangles: smallest effect", "grey: read by no rule"):
+        assert words in forest.caption
+    assert all(f">{name}<" in forest.svg for name in plan.study.read_effects)
+    assert "over training throughput" in speed.caption
+    assert "training throughput, " in speed.svg
+    assert "Arms of equal MACs are drawn side by side" in pareto.caption
+    assert "Arms are drawn side by side at every layer" in kept.caption
 
 
 def test_report_html_markdown_latex_and_csv_agree_to_the_digit(runs: Path, tmp_path: Path) -> None:
@@ -262,13 +324,14 @@ def test_figures_say_what_they_leave_out_and_draw_single_runs_without_interval(t
     rows = [figures.Row(f"arm {i}", 0.001 * i, 0.0, 0.002 * i) for i in range(50)] + [
         figures.Row("single", 0.9, nan, nan)
     ]
-    drawing = figures.forest(rows, "test/acc", "Differences")
+    accuracy = figures.Measure.of_difference("test/acc")
+    drawing = figures.forest(rows, accuracy, "Differences")
     assert drawing is not None
-    assert drawing.caption == "Differences. The 40 largest of 51 differences; the table has all"
+    assert drawing.caption == "Differences (lines: intervals). The 40 largest of 51 effects; the table has all"
     assert "arm 49" in drawing.svg
     assert ">arm 3<" not in drawing.svg
     assert "single" in drawing.svg
-    assert figures.forest([], "test/acc", "none") is None
+    assert figures.forest([], accuracy, "none") is None
 
     write_arms(tmp_path, {"a": ({"router": "amod"}, 0.9)}, [0], epochs=3)
     arms = group_arms(read_records(tmp_path))
@@ -276,7 +339,7 @@ def test_figures_say_what_they_leave_out_and_draw_single_runs_without_interval(t
     assert figures.curves(arms, "val/acc", "curve") is not None
     assert figures.curves(arms, "val/other", "curve") is None
     write_arms(
-        tmp_path, {f"{i}": ({"router": "amod", "capacity.fraction": i / 20}, 0.9) for i in range(1, 12)}, [0], epochs=2
+        tmp_path, {f"{i}": ({"router": "amod", "capacity.fraction": i / 20}, 0.9) for i in range(1, 15)}, [0], epochs=2
     )
     arms = group_arms(read_records(tmp_path))
     for drawing in (
@@ -284,14 +347,15 @@ def test_figures_say_what_they_leave_out_and_draw_single_runs_without_interval(t
         figures.kept_fractions(arms, "kept"),
     ):
         assert drawing is not None
-        assert "The first 8 of 11" in drawing.caption
+        assert "The first 12 of 14" in drawing.caption
     assert figures.pareto(arms, "test/acc", "cost/macs_measured", "many") is not None
 
 
 def test_captions_and_labels_are_escaped_in_figures() -> None:
-    drawing = figures.forest([figures.Row("a<b> & $x_1$", 0.1, 0.0, 0.2)], "test/acc", 'A <b> & "c"')
+    row = figures.Row("a<b> & $x_1$", 0.1, 0.0, 0.2)
+    drawing = figures.forest([row], figures.Measure.of_difference("test/acc"), 'A <b> & "c"')
     assert drawing is not None
-    assert "<title>A &lt;b&gt; &amp; &quot;c&quot;</title>" in drawing.svg
+    assert "<title>A &lt;b&gt; &amp; &quot;c&quot; (lines: intervals)</title>" in drawing.svg
     assert "<b>" not in drawing.svg
 
 
@@ -315,3 +379,7 @@ def test_report_loads_no_torch(runs: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+if __name__ == "__main__":
+    (STORED.parent / "report.md").write_text(stored_report(), encoding="utf-8")

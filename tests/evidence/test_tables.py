@@ -218,7 +218,7 @@ def test_markup_in_labels_is_escaped(tmp_path: Path) -> None:
     write_arms(tmp_path, {"a": (AMOD | {"arm": "<b>a_1 & 50 %|[red]"}, 0.9)}, range(3))
     table = sweep_table(read_records(tmp_path))
     assert "&lt;b&gt;a_1 &amp; 50 %|[red]" in render_html(table)
-    assert r"\textless{}b\textgreater{}a\_1 \& 50 \%|[red]" in render_latex(table)
+    assert r"\ensuremath{<}b\ensuremath{>}a\_1 \& 50 \%|[red]" in render_latex(table)
     assert r"<b>a_1 & 50 %\|[red]" in render_markdown(table)
 
 

@@ -23,6 +23,9 @@ from routing_lab.evidence.verdict import StudyResult
 NOT_RUN = "not run"
 """Verdict of a claim none of whose studies has all its cells."""
 
+NOT_ASKED = "not asked"
+"""Reading of a study that was registered before it asked for the effect that tests the claim."""
+
 
 class ClaimTest(BaseModel):
     """An effect that tests a claim: `expected` is the condition (see `rules.CONDITIONS`) that it meets if the claim
@@ -43,14 +46,11 @@ class ClaimTest(BaseModel):
 
     def reading(self, result: StudyResult) -> str:
         """What a complete result says of the claim: `supports` where the condition is shown, `contradicted` where its
-        contrary is; `insensitive` and `invalid` as the study.
-
-        Raises:
-            StudyError: the study has no such effect.
+        contrary is; `insensitive` and `invalid` as the study; `NOT_ASKED` where the study as registered has no such
+        effect.
         """
         if self.effect not in result.effects:
-            known = "; ".join(result.effects)
-            raise StudyError(self.study, [f"a claim names effect {self.effect!r}; there are: {known}"])
+            return NOT_ASKED
         effect = result.effects[self.effect]
         if result.verdict.name in ("invalid", "insensitive"):
             return result.verdict.name
@@ -119,26 +119,28 @@ def judge(claims: Iterable[Claim], results: Sequence[StudyResult]) -> list[Findi
             for test in claim.tests
             for result in found
             if result.study.name == test.study and result.verdict.is_complete
-        }
+        } - {NOT_ASKED}
         findings.append(Finding(claim, _combined(readings), found))
     return findings
 
 
 def claims_table(findings: Sequence[Finding]) -> Table:
-    """One row per test of a claim and study result; claims that nothing has tested yet are there too."""
+    """One row per test of a claim and study result, each claim shown once; claims that nothing has tested yet are
+    there too.
+    """
     rows: list[tuple[Any, ...]] = []
     for finding in findings:
         claim = finding.claim
         for test in claim.tests:
-            head = (claim.claim, claim.source, finding.verdict, test.study, f"{test.effect}: {test.expected}")
+            head = (finding.verdict, claim.claim, claim.source, test.study, f"{test.effect}: {test.expected}")
             results = [result for result in finding.results if result.study.name == test.study]
             rows += [(*head, result.scale, *_study_cells(test, result)) for result in results]
             if not results:
                 rows.append((*head, None, NOT_RUN, None))
     columns = (
+        Column("verdict", "verdict"),
         Column("claim", "claim"),
         Column("source", "source"),
-        Column("verdict", "verdict"),
         Column("study", "study"),
         Column("test", "holds if"),
         Column("scale", "scale"),
@@ -147,7 +149,7 @@ def claims_table(findings: Sequence[Finding]) -> Table:
     )
     scales = ", ".join(sorted({result.scale for finding in findings for result in finding.results})) or NOT_RUN
     notes = ("verdicts are computed from the records of the studies; they hold at the scale shown",)
-    return Table("claims", f"Claims and what the studies found, scale: {scales}", columns, tuple(rows), notes)
+    return Table("claims", f"Claims and what the studies found, scale: {scales}", columns, tuple(rows), notes, once=3)
 
 
 def _combined(readings: set[str]) -> str:
@@ -162,5 +164,7 @@ def _combined(readings: set[str]) -> str:
 def _study_cells(test: ClaimTest, result: StudyResult) -> tuple[str, str]:
     if not result.verdict.is_complete:
         return "incomplete", result.verdict.says
+    if test.effect not in result.effects:
+        return NOT_ASKED, "the study was registered without this effect"
     marked = " (exploratory)" if result.verdict.exploratory else ""
     return test.reading(result) + marked, describe(result.effects[test.effect])

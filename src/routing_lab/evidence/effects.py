@@ -129,13 +129,20 @@ def describe(effect: Effect) -> str:
     """An effect in one line: name, what it is, estimate, interval, number of seeds."""
     if effect.refusal:
         return f"{effect.name}: {effect.refusal}"
+    whole = "" if effect.is_controlled else " (whole configurations)"
+    return f"{effect.name}{whole} {outcome_text(effect)}"
+
+
+def outcome_text(effect: Effect) -> str:
+    """What an effect was found to be: state, estimate, interval, number of seeds; why, where there is no estimate."""
+    if effect.refusal:
+        return effect.refusal
     is_signed = effect.neutral == 0
     estimate = formatting.number(effect.estimate, effect.kind, signed=is_signed)
     interval = formatting.interval(effect.low, effect.high, effect.kind, signed=is_signed)
     unit = " points" if effect.kind == "percent" else ""
-    whole = "" if effect.is_controlled else " (whole configurations)"
     why = f" ({effect.insensitive})" if effect.insensitive else ""
-    return f"{effect.name}{whole} {effect.state_text}{why}: {estimate}{unit} {interval}, n={effect.n}"
+    return f"{effect.state_text}{why}: {estimate}{unit} {interval}, n={effect.n}"
 
 
 def _kind(study: Study, name: str) -> Kind:

@@ -1,4 +1,4 @@
-"""Figures of a report: forest plot of differences, Pareto sets, training curves with bands, kept fraction per layer.
+"""Figures of a report: forest plots of effects, Pareto sets, training curves with bands, kept fraction per layer.
 
 Axes are plain: linear, labelled with units, not cut or broken. Arms are told apart by marker and line as well as by
 colour, so that a figure survives a black-and-white printer. A figure becomes SVG text that can stand inside an HTML
@@ -28,12 +28,18 @@ from routing_lab.runs.records import read_history
 MAX_ROWS = 40
 """Rows of a forest plot; of more, those with the largest differences are drawn."""
 
-MAX_ARMS = 8
+MAX_ARMS = 12
 """Arms that one figure tells apart."""
 
+EQUAL_COST = 0.01
+"""Arms whose costs lie closer than this part of the axis are drawn side by side."""
+
 _WIDTH = 5.6
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#7f7f7f")
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+_COLOURS = (
+    *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00"),
+    *("#000000", "#7f7f7f", "#882255", "#117733", "#332288", "#999933"),
+)
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">", "p", "h")
 _LINES = ("-", "--", "-.", ":")
 _STYLE: Any = {
     "font.family": "sans-serif",
@@ -66,38 +72,82 @@ class Drawing:
 
 
 @dataclass(frozen=True)
+class Measure:
+    """What the axis of a forest plot shows: its heading, what stored values are multiplied by, the value that means no
+    effect, and the margin around it.
+    """
+
+    heading: str
+    factor: float = 1.0
+    neutral: float = 0.0
+    margin: float = math.nan
+
+    @staticmethod
+    def of_difference(metric: str, margin: float = math.nan) -> Measure:
+        """Differences in a metric."""
+        shown = formatting.metric(metric)
+        return Measure(shown.difference_heading, shown.factor, 0.0, margin)
+
+
+@dataclass(frozen=True)
 class Row:
-    """One line of a forest plot."""
+    """One line of a forest plot: an estimate with its interval, the value under each seed, the smallest effect that
+    would be found, and whether a decision reads it.
+    """
 
     label: str
     estimate: float
     low: float
     high: float
+    points: tuple[float, ...] = ()
+    detectable: float = math.nan
+    is_read: bool = True
 
 
-def forest(rows: Sequence[Row], metric: str, caption: str, name: str = "forest") -> Drawing | None:
-    """Differences with their intervals around zero; a hollow mark is a single run, without interval. None without
-    rows.
+def forest(rows: Sequence[Row], measure: Measure, caption: str, name: str = "forest") -> Drawing | None:
+    """Effects with their intervals; a hollow mark has none. None without rows.
+
+    Dots are the seeds, triangles the smallest effect that would be found, the shaded zone the margin; grey effects are
+    read by no rule.
     """
     known = [row for row in rows if not math.isnan(row.estimate)]
     if not known:
         return None
+    parts = ["lines: intervals" if any(not math.isnan(row.low) for row in known) else ""]
+    parts += ["dots: one a seed"] if any(row.points for row in known) else []
+    parts += (
+        ["triangles: smallest effect found with probability 0.8"] if any(_is_known(r.detectable) for r in known) else []
+    )
+    parts += ["shaded: within the margin"] if _is_known(measure.margin) else []
+    parts += ["grey: read by no rule"] if not all(row.is_read for row in known) else []
+    caption = f"{caption} ({'; '.join(filter(None, parts))})" if any(parts) else caption
     if len(known) > MAX_ROWS:
-        largest = set(sorted(range(len(known)), key=lambda i: -abs(known[i].estimate))[:MAX_ROWS])
-        caption = f"{caption}. The {MAX_ROWS} largest of {len(known)} differences; the table has all"
+        size = [abs(row.estimate - measure.neutral) for row in known]
+        largest = set(sorted(range(len(known)), key=lambda i: -size[i])[:MAX_ROWS])
+        caption = f"{caption}. The {MAX_ROWS} largest of {len(known)} effects; the table has all"
         known = [row for i, row in enumerate(known) if i in largest]
-    shown = formatting.metric(metric)
-    figure, axes = _figure(0.9 + 0.26 * len(known))
-    axes.axvline(0, color="#444444", linewidth=0.8)
+    has_points = any(row.points for row in known)
+    figure, axes = _figure(0.9 + (0.36 if has_points else 0.26) * len(known))
+    factor, zero = measure.factor, measure.factor * measure.neutral
+    if _is_known(measure.margin):
+        axes.axvspan(zero - factor * measure.margin, zero + factor * measure.margin, color="#eeeeee", linewidth=0)
+    axes.axvline(zero, color="#444444", linewidth=0.8)
     for y, row in enumerate(reversed(known)):
         has_interval = not math.isnan(row.low)
+        colour = _COLOURS[0] if row.is_read else "#8a8a8a"
+        if row.points:
+            axes.plot([factor * x for x in row.points], [y - 0.24] * len(row.points), ".", color=colour, markersize=3.5)
+        if _is_known(row.detectable):
+            for side, mark in ((-1, 8), (1, 9)):  # carets that open towards the middle
+                x = zero + side * factor * row.detectable
+                axes.plot([x], [y], marker=mark, color="#b06000", markersize=4, linestyle="none")
         if has_interval:
-            axes.plot([shown.factor * row.low, shown.factor * row.high], [y, y], color=_COLOURS[0], linewidth=1.6)
-        face = _COLOURS[0] if has_interval else "none"
-        axes.plot([shown.factor * row.estimate], [y], "o", color=_COLOURS[0], markerfacecolor=face, markersize=5)
+            axes.plot([factor * row.low, factor * row.high], [y, y], color=colour, linewidth=1.6)
+        face = colour if has_interval else "none"
+        axes.plot([factor * row.estimate], [y], "o", color=colour, markerfacecolor=face, markersize=5)
     axes.set_yticks(range(len(known)), [_short(row.label, 44) for row in reversed(known)])
     axes.set_ylim(-0.7, len(known) - 0.3)
-    axes.set_xlabel(shown.difference_heading)
+    axes.set_xlabel(measure.heading)
     axes.grid(axis="y", visible=False)
     return _drawing(figure, name, caption)
 
@@ -127,17 +177,22 @@ def pareto(arms: Sequence[Arm], metric: str, cost: str, caption: str, name: str 
     unit, size = _unit(float(np.max(np.abs(x))))
     figure, axes = _figure(3.6)
     front = [i for i, point in enumerate(standings) if point.standing == "front"]
-    line = sorted((x[i] / size, quality.factor * summaries[i].mean) for i in front)
-    axes.plot(*zip(*line, strict=True), color="#bbbbbb", linewidth=1.0, zorder=1)
-    named = range(len(points)) if len(points) <= MAX_ARMS else front[:MAX_ARMS]
+    named = list(range(len(points))) if len(points) <= MAX_ARMS else front[:MAX_ARMS]
     others = sorted(set(range(len(points))) - set(named))
+    beside = _side_by_side([float(x[i]) for i in named])
+    if any(beside):
+        caption = f"{caption}. Arms of equal {priced.label} are drawn side by side"
     means = quality.factor * np.array([summary.mean for summary in summaries])
+    drawn_at = x.copy()
+    drawn_at[named] += beside
+    line = sorted((drawn_at[i] / size, means[i]) for i in front)
+    axes.plot(*zip(*line, strict=True), color="#bbbbbb", linewidth=1.0, zorder=1)
     axes.plot(x[others] / size, means[others], ".", color="#999999", markersize=4, zorder=1)
     for style, i in enumerate(named):
         summary, colour = summaries[i], _COLOURS[style]
         face = {"front": colour, "tied": "#cccccc", "dominated": "none"}[standings[i].standing]
         axes.errorbar(
-            [x[i] / size],
+            [drawn_at[i] / size],
             [means[i]],
             yerr=None if math.isnan(summary.high) else quality.factor * (summary.high - summary.mean),
             fmt=_MARKERS[style],
@@ -200,8 +255,10 @@ def kept_fractions(arms: Sequence[Arm], caption: str, name: str = "kept") -> Dra
     if not drawn:
         return None
     figure, axes = _figure(3.0)
+    width = min(0.08, 0.7 / len(drawn))
     for n, arm in enumerate(drawn):
-        layers, kept = list(arm.kept_fraction), list(arm.kept_fraction.values())
+        layers = [layer + width * (n - (len(drawn) - 1) / 2) for layer in arm.kept_fraction]
+        kept = list(arm.kept_fraction.values())
         style = f"{_MARKERS[n]}{_LINES[n % len(_LINES)]}"
         axes.plot(layers, kept, style, color=_COLOURS[n], markersize=5, linewidth=1.0, label=_short(arm.label, 48))
     axes.set_xticks(sorted({layer for arm in drawn for layer in arm.kept_fraction}))
@@ -209,6 +266,7 @@ def kept_fractions(arms: Sequence[Arm], caption: str, name: str = "kept") -> Dra
     axes.set_xlabel("routed layer (zero-based)")
     axes.set_ylabel("fraction of tokens kept")
     _legend(figure, axes)
+    caption = f"{caption}. Arms are drawn side by side at every layer" if len(drawn) > 1 else caption
     routed = sum(bool(arm.kept_fraction) for arm in arms)
     if routed > len(drawn):
         caption = f"{caption}. The first {MAX_ARMS} of {routed} routed arms"
@@ -262,6 +320,27 @@ def _unit(largest: float) -> tuple[str, float]:
         if largest >= size:
             return unit, size
     return "", 1.0
+
+
+def _side_by_side(values: Sequence[float]) -> list[float]:
+    """Shifts along the axis that tell equal values apart: those within `EQUAL_COST` of it stand in a row."""
+    reach = max(values) - min(values) or abs(values[0]) or 1.0
+    shifts = [0.0] * len(values)
+    order = sorted(range(len(values)), key=lambda i: values[i])
+    groups = [[order[0]]]
+    for i in order[1:]:
+        if values[i] - values[groups[-1][0]] <= EQUAL_COST * reach:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    for group in groups:
+        for place, i in enumerate(sorted(group)):
+            shifts[i] = 0.025 * reach * (place - (len(group) - 1) / 2)
+    return shifts
+
+
+def _is_known(value: float) -> bool:
+    return not math.isnan(value)
 
 
 def _short(text: str, length: int) -> str:

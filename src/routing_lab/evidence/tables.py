@@ -7,11 +7,10 @@ full precision. Differences are computed here from the raw values of the runs, n
 from __future__ import annotations
 
 import csv
-import html
 import io
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from routing_lab.evidence import formatting
 from routing_lab.evidence.arms import Arm, group_arms, metric_of
 from routing_lab.evidence.formatting import Kind
+from routing_lab.evidence.templates import template
 from routing_lab.runs.files import write_text
 from routing_lab.runs.metrics import HEADLINES
 from routing_lab.runs.records import member_name, scale_label
@@ -75,17 +75,32 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """Raw values in rows, with a caption above and notes below."""
+    """Raw values in rows, with a caption above and notes below.
+
+    Where rows belong together, the first `once` columns are shown in the first of them alone; CSV has them in all.
+    """
 
     name: str
     caption: str
     columns: tuple[Column, ...]
     rows: tuple[tuple[Any, ...], ...]
     notes: tuple[str, ...] = ()
+    once: int = 0
 
     def texts(self) -> list[list[str]]:
         """Every cell as text, row by row."""
-        return [[column.text(value) for column, value in zip(self.columns, row, strict=True)] for row in self.rows]
+        texts = [[column.text(value) for column, value in zip(self.columns, row, strict=True)] for row in self.rows]
+        heads = [row[: self.once] for row in texts]
+        for before, head, row in zip([[], *heads], heads, texts, strict=False):
+            if before == head:
+                row[: self.once] = [""] * self.once
+        return texts
+
+    def used(self, *, details: bool = True) -> list[int]:
+        """Numbers of the columns in which something stands; those without a single value are not printed."""
+        wanted = [i for i, column in enumerate(self.columns) if details or not column.is_detail]
+        texts = self.texts()
+        return [i for i in wanted if not texts or any(row[i] not in ("", formatting.MISSING) for row in texts)]
 
     def column(self, key: str) -> list[Any]:
         """Raw values of one column."""
@@ -220,18 +235,18 @@ def difference_table(
         d = comparison.difference
         means = (comparison.arm.mean(metric), comparison.reference.mean(metric))
         if d is None:
-            numbers: tuple[Any, ...] = (0, None, None, None, None, None, None, None)
+            numbers: tuple[Any, ...] = (None, None, None, 0, None, None, None, None)
         else:
             outcome = "" if d.stamp else statistics.outcome(d, higher_is_better=shown.higher_is_better)
             numbers = (
-                d.n,
+                outcome,
                 d.mean,
                 (d.low, d.high),
+                d.n,
                 d.p,
                 comparison.p_sign_flip,
                 adjusted,
                 comparison.detectable,
-                outcome,
             )
         rows.append((comparison.arm.label, comparison.reference.label, *means, *numbers, difference_note(comparison)))
     columns = (
@@ -239,14 +254,14 @@ def difference_table(
         Column("reference", "against"),
         Column("mean", f"{shown.heading}", shown.kind, is_detail=True),
         Column("reference_mean", "of reference", shown.kind, is_detail=True),
-        Column("pairs", "pairs", "count"),
+        Column("outcome", "outcome"),
         Column("difference", "difference", shown.kind, is_signed=True),
         Column("difference_interval", _level(level), "interval", shown.kind, is_signed=True),
+        Column("pairs", "pairs", "count"),
         Column("p", "p (t)", "p"),
         Column("p_sign_flip", "p (signs)", "p", is_detail=True),
         Column("p_holm", "p (Holm)", "p"),
         Column("detectable", "detectable", shown.kind),
-        Column("outcome", "outcome"),
         Column("difference_note", "note"),
     )
     unit = " in percentage points" if shown.kind == "percent" else ""
@@ -276,17 +291,27 @@ def pairwise_table(arms: Sequence[Arm], metric: str, caption: str, level: float 
     compared.
     """
     shown = formatting.metric(metric)
-    rows = []
-    for arm in arms:
+    rows, findings = [], []
+    for i, arm in enumerate(arms):
         cells: list[Any] = []
-        for other in arms:
+        for k, other in enumerate(arms):
             d = compare(arm, other, metric, level).difference if other is not arm else None
             cells.append(d.interval if d is not None else None)
+            if d is not None and k > i and d.sign and not d.stamp:
+                better, worse = (arm, other) if (d.sign > 0) == shown.higher_is_better else (other, arm)
+                size = formatting.number(abs(d.mean), shown.kind)
+                findings.append(f"{better.label} better than {worse.label} by {size}")
         rows.append((arm.label, *cells))
     columns = [Column("arm", "row - column")]
     columns += [Column(arm.label, arm.label, "interval", shown.kind, is_signed=True) for arm in arms]
-    notes = (f"{_level(level)} of the difference, paired by seed, not adjusted for their number: exploratory",)
-    return Table("pairs", f"All pairs: {caption}", tuple(columns), tuple(rows), notes)
+    count = len(arms) * (len(arms) - 1) // 2
+    notes = [f"{_level(level)} of the difference, paired by seed, not adjusted for their number: exploratory"]
+    if findings:
+        notes.append(
+            f"exploratory findings, {len(findings)} of {count} pairs where luck alone gives about "
+            f"{(1 - level) * count:.1f}: {'; '.join(findings)}"
+        )
+    return Table("pairs", f"All pairs (exploratory): {caption}", tuple(columns), tuple(rows), tuple(notes))
 
 
 def win_counts(comparisons: Sequence[Comparison], metric: str) -> dict[str, int]:
@@ -303,16 +328,8 @@ def render_plain(table: Table | SweepTable) -> str:
     """Aligned lines of plain text, without colours or box drawing."""
     if isinstance(table, SweepTable):
         return "\n\n".join(render_plain(part) for part in table.tables)
-    headings = [column.heading for column in table.columns]
-    texts = table.texts()
-    used = _used_columns(table, texts, details=False)
-    widths = {i: max(len(headings[i]), *(len(row[i]) for row in texts), 0) for i in used}
-    lines = [table.caption]
-    for row in [headings, *texts]:
-        cells = [row[i].ljust(widths[i]) if table.columns[i].is_text else row[i].rjust(widths[i]) for i in used]
-        lines.append("  ".join(cells).rstrip())
-    lines.insert(2, "  ".join("-" * widths[i] for i in used))
-    return "\n".join([*lines, *table.notes])
+    body = _tabulated(table, "simple", details=False)
+    return "\n".join([table.caption, *(line.rstrip() for line in body.splitlines()), *table.notes])
 
 
 def render_rich(table: Table | SweepTable) -> list[RichTable]:
@@ -322,14 +339,13 @@ def render_rich(table: Table | SweepTable) -> list[RichTable]:
 
     rendered = []
     for part in table.tables if isinstance(table, SweepTable) else (table,):
-        texts = part.texts()
-        used = _used_columns(part, texts, details=False)
+        used = part.used(details=False)
         notes = Text("\n".join(part.notes), justify="left") if part.notes else None
         rich = RichTable(title=Text(part.caption), caption=notes, title_justify="left", caption_justify="left")
         for i in used:
             column = part.columns[i]
             rich.add_column(Text(column.heading), justify="left" if column.is_text else "right", overflow="fold")
-        for row in texts:
+        for row in part.texts():
             rich.add_row(*(Text(row[i]) for i in used))
         rendered.append(rich)
     return rendered
@@ -339,11 +355,7 @@ def render_markdown(table: Table | SweepTable) -> str:
     """A GitHub table with the caption above and the notes below."""
     if isinstance(table, SweepTable):
         return "\n\n".join(render_markdown(part) for part in table.tables)
-    texts = table.texts()
-    used = _used_columns(table, texts)
-    rows = [[table.columns[i].heading for i in used], ["---" if table.columns[i].is_text else "---:" for i in used]]
-    rows += [[_escape_markdown(row[i]) for i in used] for row in texts]
-    lines = [f"**{_escape_markdown(table.caption)}**", "", *("| " + " | ".join(row) + " |" for row in rows)]
+    lines = [f"**{_escape_markdown(table.caption)}**", "", _tabulated(table, "pipe", _escape_markdown)]
     for note in table.notes:
         lines += ["", _escape_markdown(note)]
     return "\n".join(lines)
@@ -353,55 +365,28 @@ def render_latex(table: Table | SweepTable) -> str:
     """A `table` environment with booktabs rules."""
     if isinstance(table, SweepTable):
         return "\n\n".join(render_latex(part) for part in table.tables)
-    texts = table.texts()
-    used = _used_columns(table, texts)
-    rows = [[_escape_latex(row[i]) for i in used] for row in texts]
     caption = ". ".join([table.caption, *table.notes])
     return "\n".join(
         [
             r"\begin{table}",
             rf"\caption{{{_escape_latex(caption)}}}",
             rf"\label{{tab:{_escape_label(table.name)}}}",
-            r"\begin{tabular}{" + "".join("l" if table.columns[i].is_text else "r" for i in used) + "}",
-            r"\toprule",
-            " & ".join(_escape_latex(table.columns[i].heading) for i in used) + r" \\",
-            r"\midrule",
-            *(" & ".join(row) + r" \\" for row in rows),
-            r"\bottomrule",
-            r"\end{tabular}",
+            _tabulated(table, "latex_booktabs"),
             r"\end{table}",
         ]
     )
 
 
 def render_html(table: Table | SweepTable) -> str:
-    """A `<figure>` that scrolls sideways where it is too wide, with the caption above and the notes below."""
+    """A `<figure>` with the caption above and the notes below; details have one of their own, so that neither is wider
+    than a window. Rows become blocks where it is narrow.
+    """
     if isinstance(table, SweepTable):
         return "\n".join(render_html(part) for part in table.tables)
-    texts = table.texts()
-    used = _used_columns(table, texts)
-    head = "".join(f'<th scope="col"{_align(table, i)}>{html.escape(table.columns[i].heading)}</th>' for i in used)
-    body = []
-    for row in texts:
-        first, *rest = used
-        cells = [f'<th scope="row"{_align(table, first)}>{html.escape(row[first])}</th>']
-        cells += [f"<td{_align(table, i)}>{html.escape(row[i])}</td>" for i in rest]
-        body.append(f"<tr>{''.join(cells)}</tr>")
-    notes = "".join(f"<p>{html.escape(note)}</p>" for note in table.notes)
-    return "\n".join(
-        [
-            '<figure class="table">',
-            f"<figcaption>{html.escape(table.caption)}</figcaption>",
-            '<div class="scroll" tabindex="0"><table>',
-            f"<thead><tr>{head}</tr></thead>",
-            "<tbody>",
-            *body,
-            "</tbody>",
-            "</table></div>",
-            *([f'<div class="notes">{notes}</div>'] if notes else []),
-            "</figure>",
-        ]
-    )
+    parts = [(table.caption, table.used(details=False))]
+    if details := [i for i in table.used() if table.columns[i].is_detail]:
+        parts.append((f"Details. {table.caption}", [0, *details]))
+    return template("table.html.j2").render(table=table, parts=parts, missing=formatting.MISSING)
 
 
 def write_csv(table: Table | SweepTable, path: Path | str) -> Path:
@@ -542,12 +527,6 @@ def _level(level: float) -> str:
     return f"{100 * level:g} % interval"
 
 
-def _used_columns(table: Table, texts: Sequence[Sequence[str]], *, details: bool = True) -> list[int]:
-    """Columns in which something stands; columns without a single value are not printed."""
-    wanted = [i for i, column in enumerate(table.columns) if details or not column.is_detail]
-    return [i for i in wanted if not texts or any(row[i] != formatting.MISSING for row in texts)]
-
-
 def _csv_keys(column: Column) -> list[str]:
     return [f"{column.key}_low", f"{column.key}_high"] if column.kind == "interval" else [column.key]
 
@@ -562,8 +541,18 @@ def _exact(value: Any) -> str:
     return repr(float(value)) if isinstance(value, float) else str(value)
 
 
-def _align(table: Table, index: int) -> str:
-    return "" if table.columns[index].is_text else ' class="n"'
+def _tabulated(table: Table, form: str, escape: Callable[[str], str] = str, *, details: bool = True) -> str:
+    from tabulate import tabulate
+
+    used = table.used(details=details)
+    rows = [[escape(row[i]) for i in used] for row in table.texts()] or [[formatting.MISSING] * len(used)]
+    return tabulate(
+        rows,
+        headers=[escape(table.columns[i].heading) for i in used],
+        tablefmt=form,
+        colalign=["left" if table.columns[i].is_text else "right" for i in used],
+        disable_numparse=True,
+    )
 
 
 def _escape_markdown(text: str) -> str:

@@ -31,6 +31,7 @@ class Control:
     least: float
     passes: bool | None
     text: str
+    expected: str
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Verdict:
 
     `is_complete` is False while cells that the rules or controls need are missing; the verdict is then `inconclusive`.
     `exploratory` says why the verdict does not test a hypothesis that stood before its results; empty where it does.
+    `rule` is the number of the rule that was met, counted from zero, `otherwise` after the last; None without one.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Verdict:
     reasons: tuple[str, ...]
     is_complete: bool
     exploratory: tuple[str, ...] = ()
+    rule: int | None = None
 
     @property
     def heading(self) -> str:
@@ -189,7 +192,7 @@ def decide(study: Study, effects: Mapping[str, Effect], controls: Sequence[Contr
     if blind:
         return Verdict("insensitive", "the study could not have seen the effects that it asks for", tuple(blind), True)
     evidence = {effect.name: effect.evidence for effect in named}
-    for rule, branch in zip(study.decision.rules, study.branches, strict=True):
+    for number, (rule, branch) in enumerate(zip(study.decision.rules, study.branches, strict=True)):
         if branch.holds(evidence):
             texts = [*rule.when.items(), *rule.when_any.items()]
             met = [
@@ -197,11 +200,11 @@ def decide(study: Study, effects: Mapping[str, Effect], controls: Sequence[Contr
                 for (name, text), (_, condition) in zip(texts, branch.conditions, strict=True)
                 if condition.holds(evidence[name])
             ]
-            return Verdict(rule.verdict, rule.says, tuple(met), True)
+            return Verdict(rule.verdict, rule.says, tuple(met), True, rule=number)
     reasons = tuple(describe(effect) for effect in named)
     otherwise = study.decision.otherwise
     if otherwise is not None and all(effect.is_exact or effect.state_text in DECIDED for effect in named):
-        return Verdict(otherwise.verdict, otherwise.says, reasons, True)
+        return Verdict(otherwise.verdict, otherwise.says, reasons, True, rule=len(study.branches))
     return Verdict("inconclusive", "no rule of the decision is met", reasons, True)
 
 
@@ -216,38 +219,38 @@ def effects_table(result: StudyResult) -> Table:
         rows.append(
             (
                 effect.name,
-                role(study, effect.name),
-                "yes" if effect.is_controlled else "no",
-                effect.n,
+                effect.state_text,
+                predicted.get(effect.name),
                 Shown(effect.estimate, effect.kind, is_signed),
                 Shown((effect.low, effect.high), effect.kind, is_signed),
+                effect.n,
+                effect.p,
+                role(study, effect.name),
+                effect.refusal or effect.insensitive or effect.note,
+                "yes" if effect.is_controlled else "no",
                 Shown((effect.narrow_low, effect.narrow_high), effect.kind, is_signed),
                 Shown(boot, effect.kind, is_signed),
-                effect.p,
                 effect.p_sign_flip,
                 effect.p_holm,
                 Shown(effect.detectable, effect.kind),
-                predicted.get(effect.name),
-                effect.state_text,
-                effect.refusal or effect.insensitive or effect.note,
             )
         )
     columns = (
         Column("effect", "effect"),
-        Column("role", "read by"),
-        Column("controlled", "controlled"),
-        Column("n", "n", "count"),
+        Column("observed", "observed"),
+        Column("predicted", "predicted"),
         Column("estimate", "estimate", "number"),
         Column("interval", f"{_percent(1 - levels.two_sided)} interval", "interval"),
+        Column("n", "n", "count"),
+        Column("p", "p (t)", "p"),
+        Column("role", "read by"),
+        Column("note", "note"),
+        Column("controlled", "controlled", is_detail=True),
         Column("narrow", f"{_percent(1 - 2 * levels.one_sided)} interval", "interval", is_detail=True),
         Column("bootstrap", "over seeds and examples", "interval", is_detail=True),
-        Column("p", "p (t)", "p"),
         Column("p_sign_flip", "p (signs)", "p", is_detail=True),
-        Column("p_holm", "p (Holm)", "p"),
-        Column("detectable", "detectable", "number"),
-        Column("predicted", "predicted"),
-        Column("observed", "observed"),
-        Column("note", "note"),
+        Column("p_holm", "p (Holm)", "p", is_detail=True),
+        Column("detectable", "detectable", "number", is_detail=True),
     )
     margin = f"margin {_size(study, study.margin_size)}" if study.margin else "no margin"
     notes = (
@@ -275,7 +278,8 @@ def verdict_text(result: StudyResult) -> str:
         *(f"  {reason}" for reason in verdict.reasons),
         *(f"Exploratory: {reason}" for reason in verdict.exploratory),
         *(control.text for control in result.controls),
-        *_design_lines(result),
+        *design_lines(result),
+        *_power_lines(result),
         *(result.plan.lines() if result.plan else []),
         *(f"Missing: {text}" for text in result.missing),
         *(f"Note: {line}" for line in result.provenance),
@@ -363,6 +367,24 @@ def verdict_record(result: StudyResult) -> dict[str, Any]:
     }
 
 
+def design_lines(result: StudyResult) -> list[str]:
+    """Margin, family and look of a study, each as `what: value`."""
+    study, look = result.study, result.look
+    lines = []
+    if study.margin is not None:
+        lines.append(f"Margin: {_size(study, study.margin.size)}: {study.margin.because}")
+    if study.decision.adjust == "family":
+        lines.append(f"Family: {study.family.text()}")
+    elif study.decision.adjust == "holm":
+        lines.append("Family: signs adjusted by Holm over the contrasts and whatever else the rules read")
+    if look.num_looks > 1:
+        lines.append(
+            f"Look: {look.number} of {look.num_looks}, {len(look.seeds)} seeds, two-sided tests at "
+            f"{look.levels.two_sided:.2g}, one-sided at {look.levels.one_sided:.2g} (alpha spending)"
+        )
+    return lines
+
+
 def planned_looks(study: Study, scale: str) -> list[Look]:
     """The looks of a study with the levels of their tests: alpha over the family, spent over the looks."""
     seeds = study.looks(scale)
@@ -381,13 +403,15 @@ def judged_controls(study: Study, effects: Mapping[str, Effect]) -> tuple[Contro
         is_out = effect.sign == side and side * (effect.estimate - effect.neutral) >= abs(least)
         passes = None if effect.state_text == "unknown" else is_out
         words = {None: "not known", True: "came out", False: "did not come out"}[passes]
-        text = f"Positive control {words}: {describe(effect)}, at least {_size(study, least, name)} expected"
-        found.append(Control(name, True, least, passes, text))
+        expected = f"at least {_size(study, least, name)}"
+        text = f"Positive control {words}: {describe(effect)}, {expected} expected"
+        found.append(Control(name, True, least, passes, text, expected))
     for name in study.controls.negative:
         effect = effects[name]
         passes = None if effect.state_text == "unknown" else effect.sign == 0
         words = {None: "not known", True: "did not come out", False: "came out"}[passes]
-        found.append(Control(name, False, 0.0, passes, f"Negative control {words}: {describe(effect)}"))
+        text = f"Negative control {words}: {describe(effect)}"
+        found.append(Control(name, False, 0.0, passes, text, "no sign"))
     return tuple(found)
 
 
@@ -455,24 +479,12 @@ def _strays(study: Study, scale: str, records: Sequence[Mapping[str, Any]]) -> l
     return [f"seeds {formatting.runs_of(found)} have run as well and are none of the study's"] if found else []
 
 
-def _design_lines(result: StudyResult) -> list[str]:
-    study, look = result.study, result.look
-    lines = []
-    if study.margin is not None:
-        lines.append(f"Margin: {_size(study, study.margin.size)}: {study.margin.because}")
-    if study.decision.adjust == "family":
-        lines.append(f"Family: {study.family.text()}")
-    elif study.decision.adjust == "holm":
-        lines.append("Family: signs adjusted by Holm over the contrasts and whatever else the rules read")
-    if look.num_looks > 1:
-        lines.append(
-            f"Look {look.number} of {look.num_looks}: {len(look.seeds)} seeds, two-sided tests at "
-            f"{look.levels.two_sided:.2g}, one-sided at {look.levels.one_sided:.2g} (alpha spending)"
-        )
-    settings = study.scales[study.scale(result.plan.scale)] if result.plan else None
-    if settings is not None and settings.spread is not None and study.margin is not None:
-        lines += power_lines(study, result.plan.scale, settings.spread, settings.spread_from) if result.plan else []
-    return lines
+def _power_lines(result: StudyResult) -> list[str]:
+    plan, study = result.plan, result.study
+    settings = study.scales[study.scale(plan.scale)] if plan else None
+    if plan is None or settings is None or settings.spread is None or study.margin is None:
+        return []
+    return power_lines(study, plan.scale, settings.spread, settings.spread_from)
 
 
 def _size(study: Study, size: float, effect: str = "") -> str:
