@@ -19,6 +19,7 @@ LATER: Mapping[str, Any] = MappingProxyType(
     {
         "placement.active": "both",
         "data.duplicates": "refuse",
+        "data.form": "spelling",
         "init.entry": None,
         "init.path": None,
         "init.readout": False,

@@ -34,6 +34,7 @@ class RouterTraits:
     log_probability: scores are logarithms of such probabilities.
     halts: tokens spend a halting mass in the routed layers, and the score is what they have left (A-ViT).
     sees_later: a token's score depends on later tokens, even in a causal model.
+    needs_informative: it is told which patches decide the class, which only synthetic data know.
     routes: False only for `dense`, which routes nothing.
     """
 
@@ -47,6 +48,7 @@ class RouterTraits:
     log_probability: bool = False
     halts: bool = False
     sees_later: bool = False
+    needs_informative: bool = False
     routes: bool = True
 
     @property

@@ -269,6 +269,15 @@ class ConstantRouterConfig(RouterConfig):
             yield "router.corrupt=shuffle has no effect on the scores of router=constant"
 
 
+class OracleRouterConfig(RouterConfig):
+    """`router=oracle`."""
+
+    facts: ClassVar[RouterTraits] = RouterTraits(positive=True, needs_informative=True)
+
+    name: Name = "oracle"
+    class_path: str = shipped("routing_lab.routing.routers.OracleRouter")
+
+
 class OutsideRouterConfig(RouterConfig, Outside):
     """A router from outside the package."""
 
@@ -288,4 +297,5 @@ ROUTERS = registry(
     HaltingRouterConfig,
     RandomRouterConfig,
     ConstantRouterConfig,
+    OracleRouterConfig,
 )

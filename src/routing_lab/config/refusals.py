@@ -113,6 +113,13 @@ def members_fit_the_backbone(
             yield from (Problem.of(*refusal) for refusal in sections[axis].refusals(facts))
 
 
+def truth_is_known(router: RouterConfig, data: DataConfig) -> Iterator[Problem]:
+    """A router that is told which patches decide the class gets data that know."""
+    if router.traits.needs_informative and not data.knows_informative:
+        message = f"is told which patches matter, and data={data.name} does not know; use data=planted"
+        yield Problem.of("router", router.name, message)
+
+
 def lists_have_an_entry_a_layer(
     sections: Mapping[str, Any], placement: PlacementConfig, router: RouterConfig, facts: BackboneFacts
 ) -> Iterator[Problem]:
@@ -331,6 +338,7 @@ REFUSALS: tuple[Check, ...] = (
     placed_layers,
     sublayer_allows,
     members_fit_the_backbone,
+    truth_is_known,
     lists_have_an_entry_a_layer,
     capacity_fits,
     prefix_survives,

@@ -7,6 +7,14 @@ between m symbols otherwise, is right with probability (p + (1 - p)/m)^K. `num_d
 patterns of the same strength that occur in every class alike, so conspicuous is not the same as important. The rest
 is noise.
 
+That is `form=spelling`: which patch matters can be read off the patch, and one attention layer that sees all of them can
+sum what they say. Under `form=chain` it cannot: K informative patches form a chain, each with a key in its first half and
+a pointer in its second. The first has the one key that always begins a chain, its pointer is the key of the next, and so
+on; the last carries the class instead of a pointer. Distractors form chains of K - 1 such patches that nothing points to
+and that end in random classes. A patch of the chain differs from a distractor in nothing but being pointed to: it takes K
+layers of attention, one after another, to follow the chain, or half as many pairs, and keeping the right patches needs
+more than looking at each. With q links followed and a guess otherwise, accuracy is q + (1 - q)/classes.
+
 Everything is drawn from raw 64-bit output of PCG64, whose stream is fixed by definition, and only combined by
 integer and exactly rounded operations: the images are the same on every machine.
 """
@@ -37,7 +45,7 @@ class Planted:
 def plant(data: Any) -> Planted:
     """Generate all `num_train + num_val + num_test` images of a `PlantedData` node, in that order."""
     total = data.num_train + data.num_val + data.num_test
-    alphabet = patterns(data.num_patterns, data.channels * data.patch_size**2, stream_seed(data.seed, "synthesis", 0))
+    alphabet = patterns(data.num_patterns, data.num_values, stream_seed(data.seed, "synthesis", 0))
     parts = [
         _chunk(
             data, alphabet, np.arange(start, min(start + _CHUNK, total)), stream_seed(data.seed, "synthesis", 1, start)
@@ -77,10 +85,8 @@ def _chunk(
 
     rows = np.arange(num)[:, None]
     content = np.zeros((num, grid**2, patch), dtype=np.int64)
-    content[rows, informative] = alphabet[_spelling(data, index)]
-    half = data.num_patterns // 2
-    draws = generator.random_raw(num * data.num_distractors).reshape(num, data.num_distractors)
-    content[rows, distracting] = alphabet[half + (draws % np.uint64(half)).astype(np.int64)]
+    write = {"spelling": _spelling, "chain": _chain}[data.form]
+    content[rows, informative], content[rows, distracting] = write(data, alphabet, index, generator)
 
     # Four bytes add up to a nearly normal number of mean 510 and variance 4 (256^2 - 1) / 12.
     octets = generator.random_raw(-(-content.size // 2)).astype("<u8").view(np.uint8)[: 4 * content.size]
@@ -93,8 +99,34 @@ def _chunk(
     return image.reshape(num, data.channels, grid * size, grid * size), mask.reshape(num, grid, grid)
 
 
-def _spelling(data: Any, index: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Row of the alphabet for every informative patch, [N, K]: block k of m rows serves position k."""
+def _spelling(
+    data: Any, alphabet: NDArray[np.int64], index: NDArray[np.int64], generator: np.random.PCG64
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Contents of the informative and of the distracting patches; block k of m rows of the alphabet is position k's."""
     power = data.num_symbols ** np.arange(data.num_informative)
     digits = (index % data.num_classes)[:, None] // power % data.num_symbols
-    return digits + data.num_symbols * np.arange(data.num_informative)
+    half = data.num_patterns // 2
+    draws = generator.random_raw(len(index) * data.num_distractors).reshape(len(index), data.num_distractors)
+    rows = digits + data.num_symbols * np.arange(data.num_informative)
+    return alphabet[rows], alphabet[half + (draws % np.uint64(half)).astype(np.int64)]
+
+
+def _chain(
+    data: Any, alphabet: NDArray[np.int64], index: NDArray[np.int64], generator: np.random.PCG64
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Contents of the chain in its order and of the distracting chains, one after another.
+
+    Rows of the alphabet: the key that begins a chain, the other keys (which are pointers as well), the classes.
+    """
+    num, links = len(index), data.num_informative - 1
+    keys = 1 + generator.random_raw(num * data.num_keys).reshape(num, data.num_keys).argsort(axis=1, kind="stable")
+    classes = 1 + data.num_keys
+    ends = classes + (generator.random_raw(num * data.num_keys).reshape(num, -1) % np.uint64(data.num_classes)).astype(
+        np.int64
+    )
+    ends[:, links - 1] = classes + index % data.num_classes
+    # Every chain has `links` keys; what each points to is the next one, or at its end a class.
+    pointers = np.where(np.arange(data.num_keys) % links == links - 1, ends, np.roll(keys, -1, axis=1))
+    keys, pointers = np.pad(keys, ((0, 0), (1, 0))), np.concatenate([keys[:, :1], pointers], axis=1)
+    content = np.concatenate([alphabet[keys], alphabet[pointers]], axis=-1)
+    return content[:, : data.num_informative], content[:, data.num_informative :]

@@ -21,6 +21,9 @@ class _Images(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
     modality: ClassVar[Literal["images", "text"]] = "images"
 
+    knows_informative: ClassVar[bool] = False
+    """Which patches decide the class is known of every image."""
+
     image_size: int = Field(ge=1, description="pixels; every image is brought to image_size x image_size")
     channels: Literal[1, 3] = Field(description="1 = grey, 3 = RGB; images are converted")
     mean: list[float] = Field(description="per channel, in units of [0, 1]; one value serves all channels")
@@ -154,10 +157,15 @@ class FlowersData(_Files):
 class PlantedData(_Images):
     """Synthetic images whose class is spelt by a few patches at random places; see `routing_lab.data.planted`."""
 
+    knows_informative: ClassVar[bool] = True
+
     name: Literal["planted"]
     num_classes: int = Field(ge=2)
+    form: Literal["spelling", "chain"] = Field(
+        description="spelling: informative patches spell the class; chain: each points to the next, the last names it"
+    )
     patch_size: int = Field(ge=1, description="pixels; the mask has one entry a patch")
-    num_informative: int = Field(ge=1, description="patches that together spell the class")
+    num_informative: int = Field(ge=1, description="patches that together say the class")
     num_distractors: int = Field(ge=0, description="patches that look as conspicuous and mean nothing")
     noise: float = Field(ge=0, le=2, description="standard deviation of the pixel noise over a pattern's amplitude")
     num_train: int = Field(ge=1)
@@ -179,9 +187,23 @@ class PlantedData(_Images):
         return symbols
 
     @property
+    def num_keys(self) -> int:
+        """`form=chain`: keys beside the one that begins a chain, each carried by one patch of an image."""
+        return self.num_informative - 1 + self.num_distractors
+
+    @property
     def num_patterns(self) -> int:
-        """Distinct patterns: the symbols of every informative patch, and as many for distractors."""
+        """Distinct patterns. Spelling: the symbols of every informative patch, and as many for distractors; chain: the
+        keys and the classes.
+        """
+        if self.form == "chain":
+            return 1 + self.num_keys + self.num_classes
         return 2 * self.num_symbols * self.num_informative
+
+    @property
+    def num_values(self) -> int:
+        """Pixels times channels of one pattern: a patch's, or half a patch's in a chain."""
+        return self.channels * self.patch_size**2 // (2 if self.form == "chain" else 1)
 
     @model_validator(mode="after")
     def _patches_fit(self) -> Self:
@@ -194,10 +216,13 @@ class PlantedData(_Images):
                 f"data.num_informative={self.num_informative} and data.num_distractors={self.num_distractors}: expected"
                 f" a sum of at most {self.grid**2}, the number of patches"
             )
-        values = self.channels * self.patch_size**2
+        if self.form == "chain":
+            self._links_fit()
+        values = self.num_values
         if self.num_patterns > 2**values:
+            part = "half a patch" if self.form == "chain" else "a patch"
             raise ValueError(
-                f"data.num_classes={self.num_classes}: needs {self.num_patterns} distinct patterns, a patch of {values}"
+                f"data.num_classes={self.num_classes}: needs {self.num_patterns} distinct patterns, {part} of {values}"
                 f" values has {2**values}; expected fewer classes or a larger data.patch_size"
             )
         if self.flip or self.shift:
@@ -206,6 +231,21 @@ class PlantedData(_Images):
                 " expected flip: false and shift: 0.0"
             )
         return self
+
+    def _links_fit(self) -> None:
+        links = self.num_informative - 1
+        if not links:
+            raise ValueError("data.num_informative=1: a chain needs at least 2 patches")
+        if self.num_distractors % links:
+            raise ValueError(
+                f"data.num_distractors={self.num_distractors}: expected a multiple of {links}, the patches of a chain"
+                " without its beginning"
+            )
+        if self.channels * self.patch_size**2 % 2:
+            raise ValueError(
+                f"data.patch_size={self.patch_size}: a patch of {self.channels * self.patch_size**2} values has no two"
+                " halves; expected an even number"
+            )
 
 
 DataConfig = Annotated[

@@ -55,12 +55,14 @@ class RunState:
         noise: source of the routing noise.
         training: whether the model is in training mode.
         initial_tokens: number of tokens that entered the first layer.
+        informative: [B, P] bool, the patches that decide the class, where the data know; only an oracle reads them.
     """
 
     progress: float
     noise: NoiseSource
     training: bool
     initial_tokens: int
+    informative: Tensor | None = None
 
 
 @dataclass

@@ -51,6 +51,16 @@ def layers_run(trace: Trace) -> Tensor:
     return ran(trace).sum(dim=0)
 
 
+def informative_kept(trace: Trace, informative: Tensor) -> Tensor:
+    """[routed layers, B] int64: how many of the patches that decide the class each routed layer keeps.
+
+    A removed patch is kept no more; one that was fused or merged is kept where the token is that stands for it.
+
+    informative: [B, P] bool.
+    """
+    return (_patches_kept(trace) & informative).sum(dim=2)
+
+
 def dead_token_ratio(
     traces: Trace | Sequence[Trace],
     *,

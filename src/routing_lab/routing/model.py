@@ -175,6 +175,7 @@ class RoutedModel(nn.Module):
         step: int = 0,
         sample_ids: Tensor | None = None,
         noise: NoiseSource | None = None,
+        informative: Tensor | None = None,
     ) -> Any:
         """The backbone's output, with routing.
 
@@ -190,10 +191,11 @@ class RoutedModel(nn.Module):
             step: optimiser step; routing noise differs between steps in training and ignores it in evaluation.
             sample_ids: [B] int64, index of each sample in its data set; routing noise belongs to it. None: 0 .. B - 1.
             noise: source of the routing noise; None: the one that `step` and `sample_ids` say.
+            informative: [B, P] bool, the patches that decide the class, where the data know; for `router=oracle`.
         """
         plain = valid is None and segments is None
         tokens, context = self.embed(inputs, None if plain else Layout(valid, segments))
-        state = self.run_state(tokens, progress, step, sample_ids, noise)
+        state = self.run_state(tokens, progress, step, sample_ids, noise, informative)
         tokens, trace = self.forward_tokens(tokens, context, state, traced=return_trace)
         found = [self.head(tokens)]
         if return_trace:
@@ -219,12 +221,13 @@ class RoutedModel(nn.Module):
         step: int = 0,
         sample_ids: Tensor | None = None,
         noise: NoiseSource | None = None,
+        informative: Tensor | None = None,
     ) -> RunState:
         """What the layers are told about the run; arguments as for `forward`."""
         if sample_ids is None:
             sample_ids = torch.arange(tokens.x.shape[0], device=tokens.x.device)
         noise = noise or NoiseSource(step if self.training else -1, sample_ids)
-        return RunState(progress if self.training else 1.0, noise, self.training, tokens.x.shape[1])
+        return RunState(progress if self.training else 1.0, noise, self.training, tokens.x.shape[1], informative)
 
     def forward_tokens(
         self,

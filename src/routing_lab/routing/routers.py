@@ -25,6 +25,7 @@ from routing_lab.axes.routers import (
     LinearRouterConfig,
     MixRouterConfig,
     MLPRouterConfig,
+    OracleRouterConfig,
     PredictorRouterConfig,
     RandomRouterConfig,
     SubspaceRouterConfig,
@@ -406,6 +407,24 @@ class RandomRouter(Router):
         if self.mode == "fixed":
             return noise.fixed(tokens, spec.seed, spec.layer)
         return _van_der_corput(tokens, inputs.tokens.num_prefix, inputs.tokens.x.device).expand(batch, tokens)
+
+
+class OracleRouter(Router):
+    """r_i = 1 + u_i where token i came from a patch that decides the class, u_i elsewhere: an upper bound, not a method.
+
+    It is told what no model can be told, so that a task in which it is no better than `random` cannot show that one
+    router selects better tokens than another. The noise u_i in (0, 1) chooses the rest of the budget at random.
+    """
+
+    traits: ClassVar[RouterTraits] = OracleRouterConfig.facts
+
+    def score(self, inputs: RouterInput) -> Tensor:
+        informative = inputs.state.informative
+        if informative is None:
+            raise ValueError("router=oracle has to be told which patches decide the class: forward(informative=...)")
+        origin = inputs.tokens.origins()
+        noise = inputs.state.noise.uniform(origin.shape[1], self.spec.seed, self.spec.layer)
+        return noise + (informative.gather(1, origin.clamp_min(0)) & (origin >= 0))
 
 
 class ConstantRouter(Router):

@@ -63,6 +63,7 @@ QUANTITIES = _declared(
         Metric("loss", "loss", "number", False),
         Metric("ppl", "perplexity", "number", False),
         Metric("bits_per_byte", "bits per byte", "number", False),
+        Metric("informative_recall", "informative patches kept", "percent", True, "%"),
     ]
 )
 """What tasks measure, by the name that follows the split."""

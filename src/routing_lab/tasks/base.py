@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from routing_lab.cost.measure import vision_shape
 from routing_lab.data import build_data
+from routing_lab.routing.measures import informative_kept
 from routing_lab.streams import stream_seed
 from routing_lab.tasks.auxiliary import AuxiliaryLosses
 
@@ -57,6 +58,7 @@ class Task(pl.LightningModule):
         num_examples: examples of the last training epoch, in `unit`, over all processes.
         routing: kept tokens and update ratios of the last evaluation pass.
         predictions: after a test pass, what is kept of every example: arrays sorted by `index`.
+        masks: [examples, grid, grid] bool, the patches that decide the class, where the data know (`told`).
     """
 
     quantities: ClassVar[Sequence[str]]
@@ -96,6 +98,7 @@ class Task(pl.LightningModule):
         self.routing = RoutingMeter(getattr(model, "routed_layers", ()))
         self.auxiliary = AuxiliaryLosses(losses if self.routing.layers else {})
         self.predictions: dict[str, np.ndarray] = {}
+        self.masks: Tensor | None = None
         self._teacher = [] if teacher is None else [teacher.eval().requires_grad_(False)]
         self._train_totals: Totals = Totals()
         self._val_totals: Totals = Totals()
@@ -171,7 +174,13 @@ class Task(pl.LightningModule):
 
     def evaluate_model(self, *inputs: Tensor, index: Tensor) -> tuple[Any, Any]:
         """The evaluated model's output and trace; `index` numbers the examples, for routing noise."""
-        return self.evaluated(*inputs, return_trace=True, sample_ids=index)
+        return self.evaluated(*inputs, return_trace=True, sample_ids=index, **self.told(index))
+
+    def told(self, index: Tensor) -> dict[str, Tensor]:
+        """What an oracle is told of the examples with these indices, as an argument of the model: `informative`,
+        [B, P] bool; nothing where the data do not know.
+        """
+        return {} if self.masks is None else {"informative": self.masks[index.cpu()].flatten(1).to(index.device)}
 
     # --- training and evaluation, from the parts above ---
 
@@ -207,7 +216,7 @@ class Task(pl.LightningModule):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         arrays, trace = self.examples(batch)
         self._val_totals.add(self.totals(arrays))
-        self.routing.update(trace)
+        self.routing.update(trace, **self.told(arrays["index"]))
 
     def on_validation_epoch_end(self) -> None:
         if self.trainer.world_size > 1:
@@ -221,7 +230,7 @@ class Task(pl.LightningModule):
 
     def test_step(self, batch: Any, batch_idx: int) -> Any:
         arrays, trace = self.examples(batch)
-        self.routing.update(trace)
+        self.routing.update(trace, **self.told(arrays["index"]))
         self._test_batches.append({name: values.cpu() for name, values in arrays.items()})
         return {"trace": trace}
 
@@ -343,11 +352,16 @@ class RoutingMeter:
         """Forget everything."""
         self._sums = None
 
-    def update(self, trace: Any) -> None:
-        """Add one batch's trace."""
+    def update(self, trace: Any, informative: Tensor | None = None) -> None:
+        """Add one batch's trace; informative: [B, P] bool, the patches that decide the class, where the data know."""
         if not self.layers:
             return
-        rows = torch.stack([_layer_sums(trace[layer]) for layer in self.layers]).cpu().double()
+        rows = torch.stack([_layer_sums(trace[layer]) for layer in self.layers])
+        # Where routing rests in evaluation there is nothing to find again.
+        if informative is not None and trace[self.layers[0]].scores is not None:
+            found = informative_kept(trace, informative).sum(dim=1, keepdim=True)
+            rows = torch.cat([rows, found, informative.sum().expand_as(found)], dim=1)
+        rows = rows.cpu().double()
         self._sums = rows if self._sums is None else self._sums + rows
 
     def reduce(self, strategy: Any) -> None:
@@ -366,8 +380,15 @@ class RoutingMeter:
         """
         return self._ratio(2, 0)
 
+    def informative_recall(self) -> dict[int, float]:
+        """Share of the patches that decide the class which each routed layer keeps; empty where the data do not know.
+
+        A router that knows nothing keeps about `kept_fraction` of them.
+        """
+        return self._ratio(4, 5)
+
     def _ratio(self, above: int, below: int) -> dict[int, float]:
-        if self._sums is None:
+        if self._sums is None or self._sums.shape[1] <= max(above, below):
             return {}
         sums = self._sums.tolist()
         return {

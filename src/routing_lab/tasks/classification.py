@@ -51,7 +51,8 @@ class Classification(Task):
         train, terms = self.train_config, {}
         asked = {"return_trace": bool(self.auxiliary.names), "return_tokens": train.distill_tokens != "none"}
         asked = {key: True for key, wanted in asked.items() if wanted}
-        found = self.model(images, progress=self.progress, step=self.global_step, sample_ids=index, **asked)
+        where = {"progress": self.progress, "step": self.global_step, "sample_ids": index}
+        found = self.model(images, **where, **self.told(index), **asked)
         logits, *more = found if asked else (found,)
         loss = classification_loss(logits, target, train.label_smoothing)
         if self._teacher:

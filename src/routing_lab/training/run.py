@@ -187,6 +187,7 @@ def _train_and_test(
             teacher.load_state_dict(model.get_submodule("backbone").state_dict())
 
     task = task_class(model, config.train, config.seed, outputs, teacher, config.losses, **config.task.options)
+    task.masks = getattr(data, "masks", None)
     keeper = _fit(task, data, folder, config, record)
     if config.train.selection == "best" and keeper.history:
         task.evaluated.load_state_dict(load_file(folder.best))
@@ -259,6 +260,9 @@ def _test(task: Task, data: Any, folder: RunFolder, config: Config, record: dict
         "kept_fraction": task.routing.kept_fraction(),
         "update_ratio": task.routing.update_ratio(),
     }
+    if recall := task.routing.informative_recall():
+        record["routing"]["informative_recall"] = recall
+        metrics["test/informative_recall"] = sum(recall.values()) / len(recall)
     record["cost"] = meter.section()
     return metrics | {f"test/{name}": task.measured[f"test/{name}"] for name in task.quantities}
 
