@@ -13,7 +13,7 @@ from torch import Tensor
 
 from routing_lab.data import VisionData, build_data
 from routing_lab.data.layout import DataProblem
-from routing_lab.data.planted import patterns, plant
+from routing_lab.data.planted import Planted, patterns, plant
 
 VALUES = {"image_size": 32, "patch_size": 4, "num_train": 1024, "num_val": 64, "num_test": 512}
 
@@ -105,3 +105,67 @@ def test_augmentation_that_moves_patches_is_refused(
 ) -> None:
     with pytest.raises(DataProblem, match=r"train.augment=randaugment: .* expected none or light"):
         build_data(node("planted"), recipe(augment="randaugment"), 0, runtime())
+
+
+CHAIN = {**VALUES, "form": "chain", "num_informative": 3, "num_distractors": 6, "noise": 0.0, "num_classes": 5}
+
+
+def halves(made: Planted) -> tuple[np.ndarray, np.ndarray]:
+    """Key and pointer of every patch, as the bytes of its two halves: [N, 64] each."""
+    content = patches(torch.from_numpy(made.images).float())
+    content = content.byte().numpy()
+    first, second = (np.ascontiguousarray(part).view("V24")[..., 0] for part in np.split(content, 2, axis=2))
+    return first, second
+
+
+def test_the_chain_alone_leads_from_its_beginning_to_the_class(node: Callable[..., Any]) -> None:
+    """Followed by keys and pointers: three patches, those of the mask, and their end tells the class."""
+    made = plant(node("planted", **CHAIN))
+    keys, pointers = halves(made)
+    masks = made.masks.reshape(len(made.masks), -1)
+    # The one key that every image has at exactly one patch of its mask begins the chain.
+    shared = set.intersection(*({key.tobytes() for key in row[mask]} for row, mask in zip(keys, masks, strict=True)))
+    ends: dict[bytes, set[int]] = {}
+    for row, pointer, mask, target in zip(keys, pointers, masks, made.targets, strict=True):
+        place = next(index for index in np.flatnonzero(mask) if row[index].tobytes() in shared)
+        visited = [place]
+        while (found := np.flatnonzero(row == pointer[place])).size:
+            assert found.size == 1
+            place = int(found[0])
+            visited.append(place)
+        assert sorted(visited) == np.flatnonzero(mask).tolist()
+        ends.setdefault(pointer[place].tobytes(), set()).add(int(target))
+    assert sorted(map(sorted, ends.values())) == [[0], [1], [2], [3], [4]]
+
+
+def test_no_patch_of_a_chain_tells_the_class_by_itself(node: Callable[..., Any]) -> None:
+    """Every class occurs at the ends of distracting chains as often, whatever the class of the image is."""
+    made = plant(node("planted", **CHAIN))
+    _, pointers = halves(made)
+    masks = made.masks.reshape(len(made.masks), -1)
+    blank = pointers[0][[key.tobytes() == bytes([128] * 24) for key in pointers[0]]][0]
+    others = (pointers != blank) & ~masks
+    assert (others.sum(1) == 6).all()
+    names, codes = np.unique(pointers[others], return_inverse=True)
+    table = np.zeros((5, len(names)))
+    np.add.at(table, (np.repeat(made.targets, 6), codes), 1)
+    shares = table / table.sum(1, keepdims=True)
+    assert np.abs(shares - shares.mean(0)).max() < 0.05
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"num_informative": 1}, "a chain needs at least 2 patches"),
+        ({"num_distractors": 5}, "expected a multiple of 2"),
+        (
+            {"num_distractors": 6, "num_classes": 60, "patch_size": 2, "image_size": 16},
+            "half a patch of 6 values has 64",
+        ),
+    ],
+)
+def test_a_chain_that_cannot_be_planted_is_refused(
+    node: Callable[..., Any], values: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        node("planted", **{**CHAIN, **values})

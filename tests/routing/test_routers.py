@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,12 +13,14 @@ from torch import Tensor
 
 from routing_lab.backbones import adapt
 from routing_lab.routing.base import RouterInput
+from routing_lab.routing.measures import informative_kept
 from routing_lab.routing.noise import NoiseSource
 from routing_lab.routing.routers import (
     ConstantRouter,
     Corruption,
     LinearRouter,
     MLPRouter,
+    OracleRouter,
     RandomRouter,
     SubspaceRouter,
     reduce_heads,
@@ -360,3 +363,30 @@ def test_gradient_into_the_attention_behind_the_scores(detach: bool) -> None:
         return model.backbone.blocks[0].attn.qkv.weight.grad[: 2 * WIDTH].abs().sum()
 
     assert (gradient("multiply") > 0) == (not detach)
+
+
+def test_the_oracle_keeps_what_it_is_told_and_fills_up_at_random() -> None:
+    informative = torch.zeros(3, 16, dtype=torch.bool)
+    informative[0, [3, 7]] = informative[1, :6] = True
+    model = routed(["router=oracle", "placement=every", "capacity.fraction=0.3", "bypass=drop"])
+    with torch.no_grad():
+        _, trace = model(images(), return_trace=True, informative=informative)
+    found = informative_kept(trace, informative)
+    # Of 17 tokens 5 are kept, one of them the class token; then 1 of those 5 beside it is not kept, and so on.
+    assert found[0].tolist() == [2, 4, 0]
+    kept = trace[1].kept
+    assert kept[0].tolist()[0] == 0
+    assert {4, 8} <= set(kept[0].tolist())
+    assert set(kept[1].tolist()[1:]) <= set(range(1, 7))
+    assert not torch.equal(kept[0], kept[2])
+    assert (found.diff(dim=0) <= 0).all()
+
+
+def test_an_oracle_that_is_told_nothing_says_so() -> None:
+    with pytest.raises(ValueError, match=r"router=oracle has to be told"):
+        routed(["router=oracle"])(images())
+    router = OracleRouter(spec())
+    state = replace(run_state(2), informative=torch.ones(2, 4, dtype=torch.bool))
+    scores = router(RouterInput(Tokens(torch.zeros(2, 5, WIDTH), num_prefix=1), None, state))
+    assert (scores[:, 0] < 1).all()
+    assert (scores[:, 1:] > 1).all()

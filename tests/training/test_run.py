@@ -256,3 +256,16 @@ def test_recipe_options_run(run: Run, overrides: list[str]) -> None:
     result = run(*overrides)
     assert result["error"] is None
     assert np.isfinite(result["record"]["metrics"]["train/loss"])
+
+
+@pytest.mark.parametrize("router", ["oracle", "random"])
+def test_planted_runs_record_how_many_informative_patches_each_layer_keeps(run: Run, router: str) -> None:
+    planted = ["data=planted", "data.num_train=256", "data.num_val=64", "data.num_test=128", "train.epochs=1"]
+    record = run(*planted, f"router={router}", "placement=every", "capacity.fraction=0.3")["record"]
+    recall = record["routing"]["informative_recall"]
+    assert recall.keys() == record["routing"]["kept_fraction"].keys()
+    assert record["metrics"]["test/informative_recall"] == np.mean(list(recall.values()))
+    if router == "oracle":
+        assert set(recall.values()) == {1.0}
+    else:
+        assert 0.15 < recall[1] < 0.35  # 4 of 16 patches
