@@ -7,12 +7,13 @@ between m symbols otherwise, is right with probability (p + (1 - p)/m)^K. `num_d
 patterns of the same strength that occur in every class alike, so conspicuous is not the same as important. The rest
 is noise.
 
-That is `form=spelling`: whether a patch matters can be read off the patch, and one attention layer that sees all of them
-can collect what they say. Under `form=chain` it cannot. K informative patches form a chain, each with a key in the first
-half of its values (channels, then rows) and a pointer in the second: the first patch has the one key that begins every
-chain, its pointer is the key of the next one, and so on; the last carries the class instead of a pointer. Distractors
-form chains of K - 1 such patches that nothing points to and that end in random classes. Only its beginning can be told
-from a distractor by its content: to know which of the others matter, what was read before has to be compared with them.
+That is `form=spelling`: whether a patch matters can be read off the patch, and one attention layer that sees all of
+them can collect what they say. Under `form=chain` it cannot. K informative patches form a chain, each with a key in the
+first half of its values (channels, then rows) and a pointer in the second: the first patch has the one key that begins
+every chain, its pointer is the key of the next one, and so on; the last carries the class instead of a pointer.
+Distractors form chains of K - 1 such patches that nothing points to and that end in random classes. Only the beginning
+of the chain can be told from a distractor by its content: to know which of the others matter, what was read before has
+to be compared with them.
 
 Everything is drawn from raw 64-bit output of PCG64, whose stream is fixed by definition, and only combined by
 integer and exactly rounded operations: the images are the same on every machine.

@@ -412,8 +412,8 @@ class RandomRouter(Router):
 class OracleRouter(Router):
     """r_i = 1 + u_i where token i came from a patch that decides the class, u_i elsewhere: an upper bound, not a method.
 
-    It is told what no model can be told, so that a task in which it is no better than `random` cannot show that one
-    router selects better tokens than another. The noise u_i in (0, 1) chooses the rest of the budget at random.
+    It is told what no model can be told: a task in which it is no better than `random` cannot show that one router
+    selects better tokens than another. The noise u_i in (0, 1) chooses the rest of the budget at random.
     """
 
     traits: ClassVar[RouterTraits] = OracleRouterConfig.facts
