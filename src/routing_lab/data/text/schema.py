@@ -13,6 +13,9 @@ class TextWindows(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
     modality: ClassVar[Literal["images", "text"]] = "text"
 
+    knows_informative: ClassVar[bool] = False
+    """Which tokens decide the answer is known of every window."""
+
     context: int = Field(ge=1, description="tokens of a window; each predicts the next one")
     epoch_windows: int | None = Field(ge=1, description="training windows of one epoch; null = all")
     eval_windows: int | None = Field(ge=1, description="windows of `val` and of `test`, spread evenly; null = all")
