@@ -39,6 +39,8 @@ def needs(group: str, member: str) -> list[str]:
         found.append(f"placement.sublayer={traits.sublayers[0]}")
     if any(getattr(traits, fact, False) for fact in ("needs_probability", "needs_choice", "relaxes")):
         found.append("router=mlp")
+    if getattr(traits, "needs_informative", False):
+        found.append("data=planted")
     if group == "losses":
         reads = LOSSES[member].facts.reads
         found += {"halting": ["method=avit"], "probability": ["router=mlp"], "logits": ["router=linear"]}.get(reads, [])
