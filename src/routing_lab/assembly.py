@@ -14,7 +14,7 @@ from routing_lab.axes.facts import BackboneFacts
 from routing_lab.backbones import adapt
 from routing_lab.backbones.build import build_llama, build_vit
 from routing_lab.config import Config, load
-from routing_lab.config.schema import LlamaBackbone, TimmBackbone
+from routing_lab.config.schema import LlamaBackboneConfig, TimmBackboneConfig
 from routing_lab.routing.base import LayerSpec
 from routing_lab.routing.layer import RoutedLayer
 from routing_lab.routing.model import Backbone, RoutedModel
@@ -54,7 +54,9 @@ def build_model(config: Config, num_classes: int, pretrained: bool = False) -> R
     return attach(adapt(module), config)
 
 
-def build_backbone(config: TimmBackbone | LlamaBackbone, num_classes: int, pretrained: bool = False) -> nn.Module:
+def build_backbone(
+    config: TimmBackboneConfig | LlamaBackboneConfig, num_classes: int, pretrained: bool = False
+) -> nn.Module:
     """The dense model of a backbone configuration, initialised from torch's global generator.
 
     Args:
@@ -64,7 +66,7 @@ def build_backbone(config: TimmBackbone | LlamaBackbone, num_classes: int, pretr
     Raises:
         ValueError: see `build_vit`.
     """
-    if isinstance(config, LlamaBackbone):
+    if isinstance(config, LlamaBackboneConfig):
         return build_llama(**config.model_dump(exclude={"name", "kind"}))
     return build_vit(
         num_classes=num_classes,

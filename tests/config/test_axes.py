@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+import routing_lab
 from routing_lab.axes import AXES, LOSSES, MEMBERS, OUTSIDE
 from routing_lab.axes.base import Targeted, locate
 from routing_lab.config import conf_path
@@ -89,3 +93,40 @@ def constructor(target: Any) -> Mapping[str, inspect.Parameter]:
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             break
     return found
+
+
+def sources() -> Iterator[tuple[str, ast.Module]]:
+    root = Path(routing_lab.__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        yield str(path.relative_to(root)), ast.parse(path.read_text())
+
+
+def test_a_class_name_means_one_thing() -> None:
+    places: dict[str, list[str]] = defaultdict(list)
+    for path, module in sources():
+        for node in ast.walk(module):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(path)
+    assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
+
+
+def test_nobody_asks_a_member_for_its_class_or_its_name() -> None:
+    """Outside the axes a member is asked for facts, so that one from outside the package is treated alike."""
+    modules = dict(sources())
+    configs = {
+        node.name
+        for path, module in modules.items()
+        for node in ast.walk(module)
+        if path.startswith("axes/") and isinstance(node, ast.ClassDef)
+    }
+    names = {name for members in MEMBERS.values() for name in members}
+    asked = []
+    for path, module in modules.items():
+        for node in ast.walk(module):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance":
+                kinds = {part.id for part in ast.walk(node.args[1]) if isinstance(part, ast.Name)}
+                asked += [f"{path}:{node.lineno} {kind}" for kind in kinds & configs]
+            if isinstance(node, ast.Compare) and getattr(node.left, "attr", "") == "name":
+                values = [part.value for part in ast.walk(node) if isinstance(part, ast.Constant)]
+                asked += [f"{path}:{node.lineno} {value}" for value in values if value in names]
+    assert asked == []

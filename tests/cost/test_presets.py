@@ -27,7 +27,7 @@ from routing_lab.config.nominal import (
     nominal_counts,
     routing_rules,
 )
-from routing_lab.config.schema import TimmBackbone
+from routing_lab.config.schema import TimmBackboneConfig
 from routing_lab.cost.macs import LayerTokens, ModelShape, routed_macs
 from routing_lab.cost.measure import WorkMeter, vision_shape
 from routing_lab.routing.model import RoutedModel
@@ -70,9 +70,9 @@ CASES = reference_cases()
 
 
 @cache
-def backbone(name: str) -> TimmBackbone:
+def backbone(name: str) -> TimmBackboneConfig:
     config = load([f"backbone={name}"]).config.backbone
-    assert isinstance(config, TimmBackbone)
+    assert isinstance(config, TimmBackboneConfig)
     return config
 
 

@@ -73,7 +73,7 @@ class ScalingTraits:
     no_gradient_forms: values of the option `form` under which it does not.
     needs_probability: the rule is defined only for a router whose scores are two-way probabilities.
     sublayers: the parts of a block that may be routed under this rule.
-    bypasses: the bypass members it is defined with; None: any.
+    weighs_bypassed: what bypassed tokens get is weighed by the score too, so that they have to stay in place.
     every_token: in evaluation, too, the update of every token is computed, whatever is kept.
     over_sequence: values of the option `normalize` under which the factor depends on the whole sequence.
     """
@@ -83,7 +83,7 @@ class ScalingTraits:
     no_gradient_forms: tuple[str, ...] = ()
     needs_probability: bool = False
     sublayers: tuple[SubLayer, ...] = SUBLAYERS
-    bypasses: tuple[str, ...] | None = None
+    weighs_bypassed: bool = False
     every_token: bool = False
     over_sequence: tuple[str, ...] = ()
 

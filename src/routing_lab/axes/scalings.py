@@ -72,7 +72,7 @@ class SoftMixConfig(ScalingConfig):
     """`scaling=soft_mix`."""
 
     facts: ClassVar[ScalingTraits] = ScalingTraits(
-        needs_probability=True, sublayers=("attention",), bypasses=("project", "skip")
+        needs_probability=True, sublayers=("attention",), weighs_bypassed=True
     )
 
     name: Name = "soft_mix"

@@ -25,7 +25,7 @@ from routing_lab.config.schema import (
     FullSize,
     IsoflopConfig,
     IsoflopSolution,
-    TimmBackbone,
+    TimmBackboneConfig,
 )
 from routing_lab.cost.isoflop import chosen_layers, solve_depth, solve_width
 from routing_lab.cost.macs import ModelShape, dense_macs, routed_macs
@@ -38,7 +38,7 @@ def with_baseline(sections: Mapping[str, Any]) -> tuple[dict[str, Any], list[Pro
     """
     isoflop: IsoflopConfig = sections["isoflop"]
     backbone = sections["backbone"]
-    if isoflop.by == "none" or not isinstance(backbone, TimmBackbone):
+    if isoflop.by == "none" or not isinstance(backbone, TimmBackboneConfig):
         return dict(sections), [], []
     if isoflop.solution is not None:
         backbone = backbone.model_copy(update=isoflop.solution.full.model_dump())
@@ -116,7 +116,9 @@ def _target(config: Config, full: ModelShape) -> float | Problem:
     return routed_macs(full, layers).total + routers
 
 
-def _too_far(isoflop: IsoflopConfig, backbone: TimmBackbone, shape: ModelShape, ratio: float, target: float) -> Problem:
+def _too_far(
+    isoflop: IsoflopConfig, backbone: TimmBackboneConfig, shape: ModelShape, ratio: float, target: float
+) -> Problem:
     size = f"depth {shape.depth} of {backbone.depth}" if isoflop.by == "depth" else f"width {shape.width}"
     finer = {"depth": "isoflop.by=width", "width": "isoflop.mlp=adjust"}[isoflop.by]
     needed = math.ceil(abs(ratio - 1) * 1000) / 1000
@@ -128,7 +130,7 @@ def _too_far(isoflop: IsoflopConfig, backbone: TimmBackbone, shape: ModelShape, 
     )
 
 
-def _mlp_ratio(backbone: TimmBackbone, full: ModelShape, shape: ModelShape) -> float:
+def _mlp_ratio(backbone: TimmBackboneConfig, full: ModelShape, shape: ModelShape) -> float:
     """The ratio that makes timm build an MLP as wide as in `shape`."""
     assert backbone.mlp_ratio is not None
     if shape.mlp_hidden * full.width == full.mlp_hidden * shape.width:
@@ -138,5 +140,5 @@ def _mlp_ratio(backbone: TimmBackbone, full: ModelShape, shape: ModelShape) -> f
     return ratio if int(shape.width * ratio) == hidden else math.nextafter(ratio, math.inf)
 
 
-def _size(backbone: TimmBackbone) -> str:
+def _size(backbone: TimmBackboneConfig) -> str:
     return f"depth {backbone.depth}, width {backbone.width}, {backbone.heads} heads, mlp_ratio {backbone.mlp_ratio:.4g}"

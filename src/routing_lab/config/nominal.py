@@ -18,7 +18,7 @@ from routing_lab.axes.placements import PlacementConfig
 from routing_lab.axes.routers import RouterConfig
 from routing_lab.axes.scalings import ScalingConfig
 from routing_lab.axes.visibilities import VisibilityConfig
-from routing_lab.config.schema import TimmBackbone
+from routing_lab.config.schema import TimmBackboneConfig
 from routing_lab.cost.macs import LayerRule, LayerTokens, ModelShape, layer_rules
 
 
@@ -117,7 +117,7 @@ def layer_tokens(rules: Sequence[LayerRule], counts: Sequence[Treated]) -> list[
     ]
 
 
-def backbone_shape(backbone: TimmBackbone, classes: int) -> ModelShape | None:
+def backbone_shape(backbone: TimmBackboneConfig, classes: int) -> ModelShape | None:
     """The shape of the model that `backbone` describes; None where it leaves the MLP to timm."""
     if backbone.mlp_ratio is None or backbone.mlp is None:
         return None

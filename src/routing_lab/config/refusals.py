@@ -24,10 +24,10 @@ from routing_lab.config.schema import (
     TASKS,
     BackboneConfig,
     IsoflopConfig,
-    LlamaBackbone,
+    LlamaBackboneConfig,
     TaskConfig,
     TaskFacts,
-    TimmBackbone,
+    TimmBackboneConfig,
 )
 from routing_lab.config.training import CheckpointInit, DenseInit, InitConfig, PretrainedInit, ScratchInit, TrainConfig
 from routing_lab.data.inspect import inspect as inspect_data
@@ -40,12 +40,12 @@ def backbone_shape(backbone: BackboneConfig) -> Iterator[Problem]:
     """Width divides into heads, the image into patches, and the pooled token exists."""
     if backbone.width % backbone.heads:
         yield Problem.of("backbone.heads", backbone.heads, f"must divide backbone.width={backbone.width}")
-    if isinstance(backbone, LlamaBackbone):
+    if isinstance(backbone, LlamaBackboneConfig):
         if backbone.heads % backbone.kv_heads:
             yield Problem.of("backbone.kv_heads", backbone.kv_heads, f"must divide backbone.heads={backbone.heads}")
         if backbone.width // backbone.heads % 2:
             yield Problem.of("backbone.width", backbone.width, "must give every head an even width (rotary embedding)")
-    if not isinstance(backbone, TimmBackbone):
+    if not isinstance(backbone, TimmBackboneConfig):
         return
     size, patch, stride = backbone.image_size, backbone.patch_size, backbone.patch_stride
     if stride is None and size % patch:
@@ -205,8 +205,8 @@ def scaling_fits(
     if placement.sublayer not in traits.sublayers:
         message = f"is defined for placement.sublayer={_or(traits.sublayers)} only, not {placement.sublayer}"
         yield Problem.of("scaling", scaling.name, message)
-    if traits.bypasses is not None and bypass.name not in traits.bypasses:
-        message = f"is defined for bypass={_or(traits.bypasses)} only, not {bypass.name}"
+    if traits.weighs_bypassed and (bypass.traits.removes or bypass.traits.final):
+        message = f"weighs what bypassed tokens get, and bypass={bypass.name} takes them out; use skip or project"
         yield Problem.of("scaling", scaling.name, message)
 
 

@@ -37,7 +37,7 @@ class BackboneConfig(Strict):
         return BackboneFacts(self.depth, self.width, self.heads)
 
 
-class TimmBackbone(BackboneConfig):
+class TimmBackboneConfig(BackboneConfig):
     """A vision transformer of timm, built from the fields or, where `timm_name` is set, as the model of that name."""
 
     kind: Literal["timm"]
@@ -63,7 +63,7 @@ class TimmBackbone(BackboneConfig):
         return BackboneFacts(self.depth, self.width, self.heads, tuple(kinds), len(kinds) + side * side)
 
 
-class LlamaBackbone(BackboneConfig):
+class LlamaBackboneConfig(BackboneConfig):
     """A decoder of the Llama family."""
 
     kind: Literal["llama"]
@@ -150,7 +150,7 @@ class PathsConfig(Strict):
 class Config(Strict):
     """A whole, checked configuration; `routing_lab.config.load` and `check` make it."""
 
-    backbone: Annotated[TimmBackbone | LlamaBackbone, Field(discriminator="kind")]
+    backbone: Annotated[TimmBackboneConfig | LlamaBackboneConfig, Field(discriminator="kind")]
     router: SerializeAsAny[RouterConfig]
     scaling: SerializeAsAny[ScalingConfig]
     capacity: SerializeAsAny[CapacityConfig]

@@ -7,13 +7,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
-
-class _Strict(BaseModel):
-    """Refuses unknown keys, silent conversions and non-finite numbers."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+from routing_lab.axes.base import Strict as _Strict
 
 
 class TrainConfig(_Strict):
@@ -157,4 +153,4 @@ class WandbConfig(_Strict):
     mode: Literal["offline", "online", "disabled"] = "offline"
     project: str = Field(default="routing_lab", min_length=1)
     entity: str | None = None
-    tags: list[str] = []
+    tags: list[str] = Field(default=[])

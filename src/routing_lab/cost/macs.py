@@ -5,8 +5,8 @@ convention, which `torch.utils.flop_counter` prints, are exactly twice these num
 convolution, the query, key, value and output projections, the products QK^T and AV, the MLP matrices and the head.
 Not counted are biases, normalisation, softmax, activations, residual additions, position embeddings, token
 embeddings, gather and scatter, nor the matching of tokens to merge and the sum that fuses some. Causal attention is not
-halved. Routers are counted apart (`linear_router_macs`, ...), and so is what is computed a second time to read
-statistics off a map that attention makes anyway.
+halved. Routers are counted apart (`weights` in `routing_lab.axes.routers`), and so is what is computed a second time to
+read statistics off a map that attention makes anyway.
 
 One block costs, for n_q queries, n_k keys, n_v values, n_o outputs, n_m tokens in the MLP and `pairs` = n_q n_k,
 
@@ -218,18 +218,3 @@ def speedup_ceiling(shape: ModelShape, rules: Sequence[LayerRule], kept: int = 0
         kept: tokens that stay in every routed layer all the same, for instance protected ones.
     """
     return dense_macs(shape).total / routed_macs(shape, nominal_tokens(shape, rules, kept)).total
-
-
-def linear_router_macs(tokens: float, width: int) -> float:
-    """A linear router of one layer (MoD Eq. 1): one inner product per token."""
-    return tokens * width
-
-
-def mlp_router_macs(tokens: float, width: int, hidden: int) -> float:
-    """A two-layer router with a two-way output in one layer (DTRNet)."""
-    return tokens * (width * hidden + 2 * hidden)
-
-
-def attention_score_additions(queries: float, keys: float, heads: int) -> float:
-    """Additions, not MACs, that a column mean over all heads and queries of one map takes (A-MoD Eq. 4)."""
-    return heads * queries * keys

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from routing_lab.data.layout import SPLITS, DataProblem, Layout, Split, divide
+from routing_lab.data.layout import SPLITS, DataProblem, FolderLayout, Split, divide
 from routing_lab.data.listing import DAMAGE, Archive, opened
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ _JPEG = (".jpg", ".jpeg", ".jpe", ".jfif")
 
 
 @dataclass(frozen=True)
-class Look:
+class Seen:
     """Lines about images that cannot be used, and names of images with more than one frame."""
 
     problems: tuple[str, ...]
@@ -58,7 +58,7 @@ def refused_mode(image: Image.Image) -> str | None:
     return None
 
 
-def splits_of(data: Any, layout: Layout) -> dict[Split, list[int]]:
+def splits_of(data: Any, layout: FolderLayout) -> dict[Split, list[int]]:
     """Positions of the images of every split, before repeated files are dropped."""
     return {
         split: list(indices)
@@ -68,12 +68,12 @@ def splits_of(data: Any, layout: Layout) -> dict[Split, list[int]]:
     }
 
 
-def repeats_of(data: Any, layout: Layout) -> Repeats:
+def repeats_of(data: Any, layout: FolderLayout) -> Repeats:
     """Files that stand in more than one split of an image folder."""
     return _repeats(layout, _splits(layout, data.val_fraction, data.test_fraction, data.split_seed))
 
 
-def check_splits(data: Any, layout: Layout) -> None:
+def check_splits(data: Any, layout: FolderLayout) -> None:
     """Refuse fractions that leave a split without images.
 
     Raises:
@@ -85,7 +85,7 @@ def check_splits(data: Any, layout: Layout) -> None:
             raise DataProblem("data.name", data.name, f"its split {split!r} is empty; expected at least one image")
 
 
-def check_repeats(data: Any, layout: Layout) -> None:
+def check_repeats(data: Any, layout: FolderLayout) -> None:
     """Refuse files that stand in two splits, where `data.duplicates` says so.
 
     Raises:
@@ -107,7 +107,7 @@ def check_repeats(data: Any, layout: Layout) -> None:
     )
 
 
-def without_repeats(data: Any, layout: Layout, splits: dict[Split, Any]) -> dict[Split, Any]:
+def without_repeats(data: Any, layout: FolderLayout, splits: dict[Split, Any]) -> dict[Split, Any]:
     """`splits`, arrays of positions, without the repeated files that `data.duplicates=drop` takes out."""
     dropped = dropped_repeats(data, layout)
     if not dropped:
@@ -117,7 +117,7 @@ def without_repeats(data: Any, layout: Layout, splits: dict[Split, Any]) -> dict
     }
 
 
-def dropped_repeats(data: Any, layout: Layout) -> dict[Split, set[int]]:
+def dropped_repeats(data: Any, layout: FolderLayout) -> dict[Split, set[int]]:
     """Positions that leave a split under `data.duplicates=drop`: what a later one of train, val, test has as well."""
     groups = repeats_of(data, layout).groups if data.duplicates == "drop" else ()
     if not groups:
@@ -132,7 +132,7 @@ def dropped_repeats(data: Any, layout: Layout) -> dict[Split, set[int]]:
 
 
 @lru_cache(maxsize=4)
-def look(layout: Layout, everything: bool) -> Look:
+def look(layout: FolderLayout, everything: bool) -> Seen:
     """Read headers of images; with `everything` those of all that may be unusable, else of `FIRST_LOOK` at most."""
     from PIL import Image
 
@@ -157,10 +157,10 @@ def look(layout: Layout, everything: bool) -> Look:
             problems.append(f"{shown}: cannot read this image ({problem})")
         if frames:
             animated.append(image.full_name)
-    return Look(tuple(problems), tuple(animated))
+    return Seen(tuple(problems), tuple(animated))
 
 
-def check_images(layout: Layout, key: str, everything: bool) -> None:
+def check_images(layout: FolderLayout, key: str, everything: bool) -> None:
     """Refuse images that cannot be used, as far as their headers say.
 
     Raises:
@@ -173,7 +173,7 @@ def check_images(layout: Layout, key: str, everything: bool) -> None:
 
 
 @lru_cache(maxsize=4)
-def _splits(layout: Layout, val: float, test: float, seed: int) -> tuple[tuple[int, ...], ...]:
+def _splits(layout: FolderLayout, val: float, test: float, seed: int) -> tuple[tuple[int, ...], ...]:
     number = {name: label for label, name in enumerate(layout.classes)}
     images = layout.images
     labels, names = [number[image.label] for image in images], [image.name for image in images]
@@ -182,7 +182,7 @@ def _splits(layout: Layout, val: float, test: float, seed: int) -> tuple[tuple[i
 
 
 @lru_cache(maxsize=4)
-def _repeats(layout: Layout, splits: tuple[tuple[int, ...], ...]) -> Repeats:
+def _repeats(layout: FolderLayout, splits: tuple[tuple[int, ...], ...]) -> Repeats:
     images, root = layout.images, layout.root
     owner = {index: number for number, indices in enumerate(splits) for index in indices}
 

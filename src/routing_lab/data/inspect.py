@@ -16,7 +16,7 @@ from routing_lab.data.contents import (
     repeats_of,
     splits_of,
 )
-from routing_lab.data.layout import DataProblem, Layout, find_layout
+from routing_lab.data.layout import DataProblem, FolderLayout, find_layout
 from routing_lab.data.text.inspect import inspect_text
 
 _TORCHVISION: dict[str, tuple[str, str]] = {
@@ -71,7 +71,7 @@ def remarks(data: Any, train: Any) -> Iterator[str]:
         )
 
 
-def _about_contents(data: Any, layout: Layout) -> Iterator[str]:
+def _about_contents(data: Any, layout: FolderLayout) -> Iterator[str]:
     animated = look(layout, everything=len(layout.images) <= FIRST_LOOK).animated
     if animated:
         more = f" and {len(animated) - 3} more" if len(animated) > 3 else ""
@@ -100,7 +100,7 @@ def _num_train(data: Any) -> int | None:
     return getattr(data, "num_train", None)
 
 
-def check_image_folder(data: Any) -> Layout:
+def check_image_folder(data: Any) -> FolderLayout:
     """List `data.path`; raise `DataProblem` unless it has `data.num_classes` classes (null: at least two)."""
     layout = find_layout(data.path, "data.path")
     if data.num_classes is not None and data.num_classes != len(layout.classes):

@@ -80,7 +80,7 @@ class Image:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class FolderLayout:
     """The images of a folder or ZIP archive, sorted by split and name.
 
     `classes` are the class folders in alphabetical order; with explicit splits they are those of `train`. `notes` name
@@ -104,7 +104,7 @@ class Layout:
         return tuple(split for split in SPLITS if split in present)
 
 
-def find_layout(path: str | Path, key: str = "data.path", only: Collection[str] | None = None) -> Layout:
+def find_layout(path: str | Path, key: str = "data.path", only: Collection[str] | None = None) -> FolderLayout:
     """List the images of a folder or ZIP archive and recognise how they are arranged.
 
     Explicit splits are recognised when a folder `train` holds class folders; beside it, `val` (or `valid`,
@@ -169,7 +169,7 @@ def find_layout(path: str | Path, key: str = "data.path", only: Collection[str] 
         raise DataProblem(
             key, path, f"classes {', '.join(unknown[:5])} have no folder in train; expected the same classes"
         )
-    return Layout(path, tuple(images), tuple(classes), tuple(_notes(key, path, left_out)))
+    return FolderLayout(path, tuple(images), tuple(classes), tuple(_notes(key, path, left_out)))
 
 
 def divide(

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from routing_lab.data.contents import HASHED_BYTES, check_images, check_repeats, refused_mode, without_repeats
 from routing_lab.data.inspect import check_image_folder, check_imagenet, check_torchvision, read_class_list
-from routing_lab.data.layout import SPLITS, DataProblem, Layout, Split, divide, find_layout, stratified_split
+from routing_lab.data.layout import SPLITS, DataProblem, FolderLayout, Split, divide, find_layout, stratified_split
 from routing_lab.data.listing import DAMAGE, Archive, opened
 from routing_lab.data.planted import plant
 
@@ -192,7 +192,7 @@ def _imagenet(data: Any) -> FileSource:
     return _from_layout(data, find_layout(data.root, "data.root", only=read_class_list(data)))
 
 
-def _from_layout(data: Any, layout: Layout) -> FileSource:
+def _from_layout(data: Any, layout: FolderLayout) -> FileSource:
     archive = layout.root if isinstance(layout.root, Archive) else None
     number = {name: label for label, name in enumerate(layout.classes)}
     images = layout.images

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 from routing_lab.data.contents import HASHED_BYTES
 from routing_lab.data.inspect import check_image_folder, check_imagenet, read_class_list, torchvision_folder
-from routing_lab.data.layout import Layout, find_layout
+from routing_lab.data.layout import FolderLayout, find_layout
 from routing_lab.data.listing import DAMAGE, Archive, list_files, opened
 
 MOST_FOLDERS = 256
@@ -201,7 +201,7 @@ def changed_inputs(record: Mapping[str, Any], config: Any) -> list[tuple[str, An
     return problems
 
 
-def _of_layout(layout: Layout) -> Files:
+def _of_layout(layout: FolderLayout) -> Files:
     return Files(
         layout.path, tuple(Listed(image.full_name, image.member, image.size, image.mark) for image in layout.images)
     )

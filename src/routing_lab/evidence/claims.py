@@ -73,7 +73,7 @@ class Claim(BaseModel):
 
 
 @dataclass(frozen=True)
-class Finding:
+class ClaimFinding:
     """A claim with what its studies found."""
 
     claim: Claim
@@ -104,7 +104,7 @@ def load_claims(path: Path | str) -> list[Claim]:
         raise StudyError(str(path), [" ".join(str(error).split())]) from error
 
 
-def judge(claims: Iterable[Claim], results: Sequence[StudyResult]) -> list[Finding]:
+def judge(claims: Iterable[Claim], results: Sequence[StudyResult]) -> list[ClaimFinding]:
     """The verdict of each claim from the complete results of its studies.
 
     `supports` beside `contradicted` gives `mixed`; otherwise what decided wins over what did not. Without a complete
@@ -120,11 +120,11 @@ def judge(claims: Iterable[Claim], results: Sequence[StudyResult]) -> list[Findi
             for result in found
             if result.study.name == test.study and result.verdict.is_complete
         } - {NOT_ASKED}
-        findings.append(Finding(claim, _combined(readings), found))
+        findings.append(ClaimFinding(claim, _combined(readings), found))
     return findings
 
 
-def claims_table(findings: Sequence[Finding]) -> Table:
+def claims_table(findings: Sequence[ClaimFinding]) -> Table:
     """One row per test of a claim and study result, each claim shown once; claims that nothing has tested yet are
     there too.
     """

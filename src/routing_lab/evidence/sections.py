@@ -19,7 +19,7 @@ import numpy as np
 
 from routing_lab.evidence import figures, formatting, tables
 from routing_lab.evidence.arms import Arm
-from routing_lab.evidence.claims import Finding, claims_table
+from routing_lab.evidence.claims import ClaimFinding, claims_table
 from routing_lab.evidence.effects import Effect, outcome_text
 from routing_lab.evidence.figures import Drawing, Measure, Row
 from routing_lab.evidence.power import rule_powers
@@ -81,7 +81,7 @@ def summary_section(
     return Section("summary", "Summary", tuple(lines))
 
 
-def claims_section(findings: Sequence[Finding]) -> Section:
+def claims_section(findings: Sequence[ClaimFinding]) -> Section:
     """Every claim with its verdict, once, and the effects that test it."""
     return Section("claims", "Claims", parts=(claims_table(findings),))
 
