@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from routing_lab import dashboard
 from routing_lab import study as command
+from routing_lab.evidence.claims import Claim
 from routing_lab.evidence.pilot import forecast_table, is_pilot, read_pilot
 from routing_lab.evidence.registration import find_plan, plan_path
-from routing_lab.evidence.report import build_report
+from routing_lab.evidence.report import build_report, to_html
 from routing_lab.evidence.study import PILOT_SEEDS
 from routing_lab.runs.files import write_json
 from routing_lab.runs.records import read_records
 
+COMMITTED = Path(__file__).parents[2] / "experiments" / "results" / "confound_2x2.toy" / "runs"
 SPREAD = 0.02
 CONTENT: dict[str, Any] = {
     "question": "Does attention select better tokens than chance?",
     "hypothesis": {"statement": "It does.", "predicted": {"attention": "superior"}},
     "arms": {"dense": ["router=dense"], "amod": ["router=amod"], "random": ["router=random"]},
     "common": ["scaling=none", "data=digits", "recipe=quick"],
-    "seeds": list(range(8)),
+    "seeds": list(range(4)),
     "reference": "dense",
     "margin": {"size": 0.01, "because": "for the test"},
     "controls": {"positive": {"random against dense": -0.01}},
@@ -45,8 +50,6 @@ CONTENT: dict[str, Any] = {
 @pytest.fixture
 def study(trained: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> str:
     """A study file in the working folder; runs of its cells are invented, with a spread of `SPREAD` in a difference."""
-    import sys
-
     invented = sys.modules["routing_lab.training.run"]
     run_cell = invented.run_cell
 
@@ -80,8 +83,8 @@ def test_a_pilot_tells_what_the_study_can_find_and_counts_nowhere(
         "0 of 12 cells have finished",
         "seeds 1000-1003, set apart and never counted",
         "Positive control came out: random against dense",
-        "Power with 8 seeds, at a spread of",
-        "3.0 s of training a cell, 72 s for all 24 planned cells",
+        "Power with 4 seeds, at a spread of",
+        "3.0 s of training a cell, 36 s for all 12 planned cells",
     ):
         assert words in told
     # What the contrast of interest came out as is not told.
@@ -93,7 +96,7 @@ def test_a_pilot_tells_what_the_study_can_find_and_counts_nowhere(
     assert run(study, "--plan") == 0
     planned = capsys.readouterr().out
     assert told[told.index("Pilot of chance") :].strip() in planned
-    assert "24 cells to run" in planned
+    assert "12 cells to run" in planned
     trained.clear()
     assert run(study, "--pilot", "--pilot-seeds", "5") == 0
     assert [call["seed"] for call in trained] == [1004] * 3
@@ -107,15 +110,15 @@ def test_a_pilot_tells_what_the_study_can_find_and_counts_nowhere(
     plan = find_plan("runs", "chance", "toy")
     assert plan is not None
     report = build_report(records, plans=[plan])
-    assert report.sections[0].lines[:2] == ("Runs: 24 (24 finished)", "Runs of pilots, never counted: 15")
+    assert report.sections[0].lines[:2] == ("Runs: 12 (12 finished)", "Runs of pilots, never counted: 15")
     assert [section.name for section in report.sections] == ["summary", "study-chance-toy"]
 
 
 def test_the_pilot_predicts_the_width_of_the_interval(study: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(study, "--pilot", "--pilot-seeds", "14") == 0
+    assert run(study, "--pilot", "--pilot-seeds", "7") == 0
     capsys.readouterr()
     planned = command.plan_study(Path(study))
-    pilot = command.pilot_of(planned, range(PILOT_SEEDS, PILOT_SEEDS + 14))
+    pilot = command.pilot_of(planned, range(PILOT_SEEDS, PILOT_SEEDS + 7))
     read = read_pilot(pilot.plan, read_records("runs"))
     assert read.spread == pytest.approx(SPREAD, rel=0.5)
     forecast = read.forecasts[0]
@@ -131,6 +134,58 @@ def test_the_pilot_predicts_the_width_of_the_interval(study: str, capsys: pytest
     effect = result["effects"]["attention"]
     predicted = forecast.half_width * effect["sd"] / forecast.spread
     assert (effect["high"] - effect["low"]) / 2 == pytest.approx(predicted)
+
+
+def test_a_changed_file_is_refused_or_an_amendment_everywhere(
+    study: str, trained: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(study) == 0
+    registered = plan_path("runs", "chance", "toy").read_bytes()
+    trained.clear()
+    # Another rule, once the data are known: the file alone, or an override, changes nothing in silence.
+    rules = [{"verdict": "supports", "says": "s", "when": {"random against dense": "inferior"}}]
+    changed = CONTENT | {"decision": {"rules": rules, "otherwise": {"verdict": "mixed", "says": "m"}}}
+    Path(study).write_text(json.dumps(changed))
+    for arguments in ([study], [study, "--plan"], [study, "train.lr=0.1"]):
+        assert run(*arguments) == 2
+        assert "since then it has changed" in capsys.readouterr().err
+    assert plan_path("runs", "chance", "toy").read_bytes() == registered
+    assert trained == []
+
+    assert run(study, "--amend", "we looked") == 0
+    assert run(study) == 0  # the second time as well
+    assert capsys.readouterr().out.count("supports (exploratory)") == 2
+    assert plan_path("runs", "chance", "toy").read_bytes().startswith(registered)
+    verdict = json.loads(Path("runs/studies/chance.toy.verdict.json").read_text())
+    assert "amended on" in verdict["exploratory"][0]
+    assert [entry["event"] for entry in verdict["registration"]] == ["registered", "amended"]
+    plan = find_plan("runs", "chance", "toy")
+    assert plan is not None
+    test = {"study": "chance", "effect": "random against dense", "expected": "inferior"}
+    claim = Claim.model_validate({"claim": "c", "source": "s", "tests": [test]})
+    report = build_report(read_records("runs"), plans=[plan], claims=[claim])
+    page = to_html(report)
+    assert "Exploratory: amended on" in page
+    assert "we looked" in page
+    assert "supports (exploratory)" in page
+    told = dashboard.verdict(plan.study, "toy", Path("runs"))
+    assert told is not None
+    assert "supports (exploratory)" in told
+
+
+def test_the_committed_study_goes_on_with_nothing_to_train_and_its_plan_as_it_was(
+    trained: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = tmp_path / "committed" / "runs"
+    shutil.copytree(COMMITTED, runs)
+    plan = (runs / "studies" / "confound_2x2.toy.json").read_bytes()
+    shutil.copy(COMMITTED.parent / "confound_2x2.yaml", tmp_path)
+    assert run(str(tmp_path / "confound_2x2.yaml"), f"paths.runs={runs}") == 0
+    told = capsys.readouterr().out
+    assert "42 of 42 cells have finished" in told
+    assert "Verdict: inconclusive" in told
+    assert trained == []
+    assert (runs / "studies" / "confound_2x2.toy.json").read_bytes() == plan
 
 
 def test_one_seed_has_no_spread(study: str, capsys: pytest.CaptureFixture[str]) -> None:

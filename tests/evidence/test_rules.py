@@ -83,3 +83,18 @@ def test_simulated_rules_keep_their_error_rate_and_name_what_cannot_be_met() -> 
     assert hopeless[1].is_hopeless
     assert not power.rule_powers(study, "toy", 0.002)[1].is_hopeless
     assert math.isclose(power.equivalence_power(0.02, 45, 0.01), 0.9, abs_tol=0.01)
+
+
+def test_looks_keep_the_error_rate_of_equivalence_too() -> None:
+    """At the margin itself an effect is called equivalent, or the study contradicted, in 5 of 100 at most."""
+    rules = [
+        {"verdict": "supports", "says": "equal", "when": {"source at none": "equivalent"}},
+        {"verdict": "contradicted", "says": "better", "when": {"source at none": "superior"}},
+    ]
+    study = parse_study(strict(*rules, otherwise={"verdict": "mixed", "says": "worse"}))
+    truth = dict.fromkeys(study.arms, 0.0) | {"amod_none": 0.01}
+    looked = power.simulate(study, truth, (5, 10, 15, 20, 30), 0.01, draws=4000)
+    assert looked.rates[0] < 0.05 + 2 * math.sqrt(0.05 / 4000)
+    # Half a margin is none as a claim: the interval lies inside, and no rule that asks for a gain is met.
+    inside = power.simulate(study, truth | {"amod_none": 0.002}, (5, 10, 15, 20, 30), 0.01, draws=4000)
+    assert inside.rates[0] > 0.9

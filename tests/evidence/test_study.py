@@ -15,7 +15,7 @@ from routing_lab.evidence import statistics
 from routing_lab.evidence.effects import describe
 from routing_lab.evidence.registration import Cell, Plan
 from routing_lab.evidence.rules import Evidence, parse_condition
-from routing_lab.evidence.study import Study, StudyError, check_arms, load_study, parse_study
+from routing_lab.evidence.study import Contrast, Study, StudyError, check_arms, compound, load_study, parse_study
 from routing_lab.evidence.verdict import effects_table, evaluate, verdict_record, verdict_text
 from routing_lab.runs.records import RecordError, read_records
 
@@ -217,6 +217,40 @@ def test_controlled_arms_pass_and_others_are_refused_with_the_keys_that_differ(s
         check_arms(study, configs)
     configs["amod_none"] = configuration({"router": "amod"})
     with pytest.raises(StudyError, match="arms amod_none and amod_multiply are the same configuration"):
+        check_arms(study, configs)
+
+
+@pytest.mark.parametrize(
+    ("differ_in", "first", "second", "things"),
+    [
+        ("train", {"train.lr": 0.1, "train.epochs": 9}, {}, "train.epochs, train.lr"),
+        ("data", {"data.name": "planted", "data.num_classes": 8}, {}, "data, data.num_classes"),
+        ("capacity", {"capacity.fraction": 0.9, "capacity.protect": "none"}, {}, "capacity.fraction, capacity.protect"),
+        ("router", {"router.corrupt": "shuffle"}, {"router": "amod"}, "router, router.corrupt"),
+        ("router", {"router": "amod"}, {}, ""),
+        ("train.lr", {"train.lr": 0.1}, {}, ""),
+    ],
+)
+def test_a_controlled_contrast_differs_in_one_thing(
+    differ_in: str, first: dict[str, Any], second: dict[str, Any], things: str
+) -> None:
+    """A leaf key, or the member of an axis with the options that only one of the two has; not whatever has one key."""
+    configs = {"a": configuration({"router": "linear"} | first), "b": configuration({"router": "linear"} | second)}
+    told = compound("x", Contrast(arms=["a", "b"], differ_in=[differ_in]), configs)
+    assert ("compound" in told) == bool(things)
+    assert things in told
+    strict = {
+        "margin": {"size": 0.01, "because": "b"},
+        "contrasts": {"x": {"arms": ["a", "b"], "differ_in": differ_in}},
+    }
+    strict |= {"arms": {"a": ["x=1"], "b": ["x=2"]}, "reference": "a", "factors": {}}
+    strict |= {"hypothesis__predicted": {"x": "none"}}
+    rules = [{"verdict": "supports", "says": "s", "when": {"x": "superior"}}]
+    study = parse_study(content(**strict, decision={"rules": rules, "otherwise": {"verdict": "mixed", "says": "m"}}))
+    if things:
+        with pytest.raises(StudyError, match="compound"):
+            check_arms(study, configs)
+    else:
         check_arms(study, configs)
 
 

@@ -43,8 +43,8 @@ class Effect:
     `low` and `high` are the two-sided interval, `narrow_low` and `narrow_high` that of two one-sided tests, both at
     the levels that the decision is made at. `values` holds the effect under each seed. `refusal` says why there is no
     estimate, `insensitive` why an estimate says nothing; `is_controlled` is False for a comparison of whole
-    configurations; `is_exact` marks a counted quantity that was equal under all seeds; `is_withheld` a sign that
-    Holm's adjustment denies.
+    configurations, `unequal` in what costs and tokens kept its arms differ; `is_exact` marks a counted quantity that
+    was equal under all seeds; `is_withheld` a sign that Holm's adjustment denies.
     """
 
     name: str
@@ -69,6 +69,7 @@ class Effect:
     is_exact: bool = False
     is_withheld: bool = False
     insensitive: str = ""
+    unequal: str = ""
     note: str = ""
     refusal: str = ""
 
@@ -186,6 +187,7 @@ def _linear_effect(study: Study, arms: Mapping[str, Arm], empty: Effect, levels:
         effect = replace(
             effect,
             is_controlled=effect.is_controlled and not mixed,
+            unequal=unequal,
             note="; ".join(filter(None, (effect.note, mixed.split(";")[0], unequal))),
             bootstrap=_bootstrap(first, second) if study.metric == "test/acc" else None,
         )

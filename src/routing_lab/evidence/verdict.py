@@ -132,7 +132,7 @@ def evaluate(
         missing,
         controls,
         look,
-        (*provenance.differences(used.values()), *strays),
+        (*provenance.differences(used.values()), *_unequal(study, effects), *strays),
         plan,
     )
 
@@ -227,7 +227,7 @@ def effects_table(result: StudyResult) -> Table:
                 effect.p,
                 role(study, effect.name),
                 effect.refusal or effect.insensitive or effect.note,
-                "yes" if effect.is_controlled else "no",
+                "no" if not effect.is_controlled else "yes, at unequal cost" if effect.unequal else "yes",
                 Shown((effect.narrow_low, effect.narrow_high), effect.kind, is_signed),
                 Shown(boot, effect.kind, is_signed),
                 effect.p_sign_flip,
@@ -462,6 +462,13 @@ def _comparison(study: Study, name: str, arms: Mapping[str, Arm], effects: Mappi
     comparison = compare(first, second, study.metric, study.decision.level)
     refusal = effects[name].refusal
     return replace(comparison, difference=None, refusal=refusal) if refusal else comparison
+
+
+def _unequal(study: Study, effects: Mapping[str, Effect]) -> list[str]:
+    """Effects of the rules whose arms differ in cost or in tokens kept."""
+    return [
+        f"{name} is no comparison at equal cost: {u}" for name in study.read_effects if (u := effects[name].unequal)
+    ]
 
 
 def _strays(study: Study, scale: str, records: Sequence[Mapping[str, Any]]) -> list[str]:
