@@ -33,7 +33,7 @@ def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / folder).mkdir()
     (tmp_path / "weights" / "vit_small_patch14_dinov2_224.safetensors").touch()
     with zipfile.ZipFile(tmp_path / "data" / "ucmerced_128.zip", "w") as archive:
-        for name, number in product(("beach", "forest"), range(60)):
+        for name, number in product(("beach", "forest"), range(120)):
             stream = io.BytesIO()
             Image.new("RGB", (8, 8), (number, 0, len(name))).save(stream, "png")
             archive.writestr(f"{name}/{number}.png", stream.getvalue())

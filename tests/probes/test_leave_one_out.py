@@ -76,7 +76,7 @@ def test_other_losses_and_decoders() -> None:
     found = leave_one_out(model, ids, ids, 1, loss=loss)
     assert found.shape == (3, 12)
     assert (found != 0).any()
-    with pytest.raises(ValueError, match=r"operation = drop_input: the blocks of LlamaForCausalLM compute positions"):
+    with pytest.raises(ValueError, match="operation = drop_input: the model has one output for each token"):
         leave_one_out(model, ids, ids, operation="drop_input", loss=loss)
 
 
@@ -90,7 +90,7 @@ def test_mode_is_put_back() -> None:
 def test_mistakes_are_named() -> None:
     model = routed(["router=amod"])
     with pytest.raises(
-        ValueError, match="operation = remove: expected one of force_skip, force_skip_refill, drop_input"
+        ValueError, match="operation = remove: expected one of force_skip, force_skip_refill, force_keep, drop_input"
     ):
         leave_one_out(model, images(), LABELS, 1, "remove")
     with pytest.raises(ValueError, match=r"layer = 2: force_skip needs one of the routed layers \[1, 3\]"):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -28,7 +28,7 @@ from routing_lab.routing.layer import (
     follow_statistics,
 )
 from routing_lab.routing.noise import NoiseSource
-from routing_lab.routing.tokens import Layout, Tokens
+from routing_lab.routing.tokens import Layout, Selection, Tokens, samples_of
 from routing_lab.routing.work import Work
 
 Active = Literal["both", "train", "eval"]
@@ -104,6 +104,42 @@ class Backbone(ABC):
 
         valid: [B, N], False or 0 at tokens that an average leaves out.
         """
+
+
+@dataclass(frozen=True)
+class Entering:
+    """What enters a layer.
+
+    Args:
+        layer: zero-based.
+        tokens: as they left the layer before.
+        maps: statistics of earlier layers that this layer or a later one reads, by layer.
+        latest: those of the last layer that made any, see `placement.attention_fill`.
+    """
+
+    layer: int
+    tokens: Tokens
+    maps: Mapping[int, AttentionStatistics] = field(default_factory=dict)
+    latest: AttentionStatistics | None = None
+
+    def take(self, rows: Tensor) -> Entering:
+        """The samples `rows` [R], which may repeat."""
+        return replace(
+            self,
+            tokens=samples_of(self.tokens, rows),
+            maps={layer: samples_of(values, rows) for layer, values in self.maps.items()},
+            latest=samples_of(self.latest, rows),
+        )
+
+    def keep(self, selection: Selection) -> Entering:
+        """The tokens that a selection keeps; the others are gone."""
+        after = self.tokens.keep(selection)
+        return replace(
+            self,
+            tokens=after,
+            maps={layer: follow_statistics(values, self.tokens, after) for layer, values in self.maps.items()},
+            latest=None if self.latest is None else follow_statistics(self.latest, self.tokens, after),
+        )
 
 
 class RoutedModel(nn.Module):
@@ -244,8 +280,26 @@ class RoutedModel(nn.Module):
                 selection; a probe's way to force a token in or out.
             traced: whether a trace is wanted; without, the one that is returned is empty.
         """
-        maps: dict[int, AttentionStatistics] = {}
-        latest: AttentionStatistics | None = None
+        return self.forward_from(Entering(0, tokens), context, state, edits, traced)
+
+    def forward_from(
+        self,
+        entering: Entering,
+        context: Any,
+        state: RunState,
+        edits: Mapping[int, SelectionEdit] | None = None,
+        traced: bool = True,
+        seen: list[Entering] | None = None,
+    ) -> tuple[Tokens, Trace]:
+        """`forward_tokens` from a layer on.
+
+        Args:
+            entering: what enters that layer.
+            seen: what enters each layer is appended to it, so that another forward can begin there.
+
+        The trace begins with that layer.
+        """
+        tokens, maps, latest = entering.tokens, dict(entering.maps), entering.latest
         last_use = {source: layer for layer, source in self.sources.items()} if self.is_active(state.training) else {}
         trace = Trace()
         routed = self.routed_layers if self.is_active(state.training) else []
@@ -253,7 +307,9 @@ class RoutedModel(nn.Module):
             dtype = torch.promote_types(tokens.x.dtype, torch.float32)
             tokens = replace(tokens, policy=tokens.x.new_ones(tokens.x.shape[:2], dtype=dtype))
         adapter = self.adapter
-        for index in range(adapter.depth):
+        for index in range(entering.layer, adapter.depth):
+            if seen is not None:
+                seen.append(Entering(index, tokens, dict(maps), latest))
             block = adapter.block(index)
             if tokens.policy is not None:
                 block = block.weighing(tokens.policy)

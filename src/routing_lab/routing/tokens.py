@@ -5,7 +5,8 @@ Shape legend: B batch, N tokens, K kept tokens, D width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -237,6 +238,16 @@ class Tokens:
         source = self.sources()
         moved = position.gather(1, source.clamp_min(0))
         return torch.where(source < 0, source, moved)
+
+
+def samples_of(value: Any, rows: Tensor) -> Any:
+    """The samples `rows` [R], which may repeat, of a tensor [B, ...], or of a dataclass of such tensors."""
+    if isinstance(value, Tensor):
+        return value[rows]
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    taken = {part.name: samples_of(getattr(value, part.name), rows) for part in fields(value)}
+    return replace(value, **taken)
 
 
 @dataclass
