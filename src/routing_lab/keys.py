@@ -10,13 +10,14 @@ from types import MappingProxyType
 from typing import Any
 
 VOLATILE = (
-    *("method", "study", "arm", "name", "rerun", "paths", "wandb", "runtime", "hydra"),
+    *("method", "study", "arm", "name", "rerun", "paths", "tracking", "wandb", "runtime", "hydra"),
     *("data.root", "data.download", "data.memory"),
 )
 """Keys that say where, how fast or why a run is executed, not what is run."""
 
 LATER: Mapping[str, Any] = MappingProxyType(
     {
+        "tracking": "wandb",
         "placement.active": "both",
         "data.duplicates": "refuse",
         "data.form": "spelling",

@@ -69,15 +69,14 @@ def test_every_metric_is_one_that_runs_log(tmp_path: Path, monkeypatch: pytest.M
     from routing_lab.config import load
     from routing_lab.training import run
 
-    mirrored: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(run, "mirror", lambda *arguments: mirrored.append(arguments))
+    rows: list[dict[str, Any]] = []
+    monkeypatch.setattr(tracking.Csv, "log", lambda self, row, picture=None: rows.append(row))
     small = ["backbone.width=16", "backbone.depth=2", "backbone.heads=2", "train.epochs=1", "train.warmup_epochs=0"]
-    quiet = ["wandb.mode=disabled", "runtime.progress=none", "runtime.threads=1", f"paths.runs={tmp_path}"]
+    quiet = ["tracking=csv", "runtime.progress=none", "runtime.threads=1", f"paths.runs={tmp_path}"]
     loaded = load(["router=amod", *small, *quiet])
     result = run.run_cell(loaded.config, loaded.resolved)
     assert result["status"] == "finished"
-    (_, _, record, resolved, history, _) = mirrored[0]
-    results, curves, config = tracking.summary(record), history[0], flatten(resolved)
+    results, curves, config = tracking.summary(result["record"]), rows[0], flatten(loaded.resolved)
     study = load_study(EXPERIMENTS / "confound_2x2.yaml")
     for panel in panels(study, "toy", [1]):
         for metric in panel.y:

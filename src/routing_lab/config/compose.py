@@ -189,7 +189,9 @@ def expand(overrides: Sequence[str]) -> list[list[str]]:
 def sweep_name(overrides: Iterable[Any]) -> str:
     """A folder name for a sweep: its overrides, shortened, and a hash of those that say what is run."""
     texts = [
-        str(text) for text in overrides if not re.match(r"\+*(runtime|paths|wandb|rerun|study|arm|name)\b", str(text))
+        str(text)
+        for text in overrides
+        if not re.match(r"\+*(runtime|paths|tracking|wandb|rerun|study|arm|name)\b", str(text))
     ]
     readable = re.sub(r"[^\w.=+-]+", "_", "-".join(texts)).strip("_-")[:60].rstrip("_-.") or "sweep"
     return f"{readable}-{hashlib.sha256(chr(10).join(sorted(texts)).encode()).hexdigest()[:8]}"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
 
 from omegaconf import DictConfig, OmegaConf, open_dict
-from pydantic import BaseModel, Strict, TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from routing_lab.axes import LOSSES, MEMBERS, OUTSIDE
@@ -172,10 +172,10 @@ def _validate(data: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
 def _section(name: str, field: FieldInfo, value: Any) -> Any:
     models = [part for part in parts_of(field.annotation) if isinstance(part, type) and issubclass(part, BaseModel)]
     if not models:
-        annotation: Any = Annotated[field.annotation, *field.metadata, Strict()]
+        annotation: Any = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
         adapter: TypeAdapter[Any] = TypeAdapter(annotation)
         try:
-            return adapter.validate_python(value)
+            return adapter.validate_python(value, strict=True)
         except ValidationError:
             raise ConfigError([Problem.of(name, value, f"must be {accepted_by(field)}")]) from None
     if not isinstance(value, Mapping):

@@ -6,6 +6,7 @@ What a member refuses alone on a backbone it says itself, in `routing_lab.axes`;
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,15 @@ from routing_lab.config.schema import (
     TaskFacts,
     TimmBackboneConfig,
 )
-from routing_lab.config.training import CheckpointInit, DenseInit, InitConfig, PretrainedInit, ScratchInit, TrainConfig
+from routing_lab.config.training import (
+    CheckpointInit,
+    DenseInit,
+    InitConfig,
+    PretrainedInit,
+    ScratchInit,
+    TrackingConfig,
+    TrainConfig,
+)
 from routing_lab.data.inspect import inspect as inspect_data
 from routing_lab.data.schema import DATA_SETS, DataConfig
 
@@ -332,6 +341,12 @@ def isoflop_fits(isoflop: IsoflopConfig, init: InitConfig, train: TrainConfig) -
         yield Problem.of("train.distill_teacher", "initial", message)
 
 
+def trackers_are_installed(tracking: TrackingConfig) -> Iterator[Problem]:
+    """`tracking=tensorboard` without its package, which is not among the required ones."""
+    if "tensorboard" in tracking and find_spec("tensorboard") is None:
+        yield Problem.of("tracking", tracking, "is not installed: pip install 'routing_lab[tensorboard]'")
+
+
 REFUSALS: tuple[Check, ...] = (
     backbone_shape,
     backbone_can_be_trained,
@@ -353,6 +368,7 @@ REFUSALS: tuple[Check, ...] = (
     dense_run_is_trained,
     isoflop_fits,
     teacher_is_trained,
+    trackers_are_installed,
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializeAsAny
 
@@ -18,7 +18,14 @@ from routing_lab.axes.placements import PlacementConfig
 from routing_lab.axes.routers import RouterConfig
 from routing_lab.axes.scalings import ScalingConfig
 from routing_lab.axes.visibilities import VisibilityConfig
-from routing_lab.config.training import InitConfig, RuntimeConfig, TrainConfig, WandbConfig
+from routing_lab.config.training import (
+    InitConfig,
+    RuntimeConfig,
+    TrackerName,
+    TrackingConfig,
+    TrainConfig,
+    WandbConfig,
+)
 from routing_lab.data.schema import DataConfig
 
 # --- backbones ---
@@ -170,5 +177,12 @@ class Config(Strict):
     name: Name | None
     rerun: bool
     paths: PathsConfig
+    tracking: TrackingConfig
     wandb: WandbConfig
     runtime: RuntimeConfig
+
+    def trackers(self) -> list[TrackerName]:
+        """Where the run is shown, in order and once each."""
+        asked: list[Any] = [self.tracking] if isinstance(self.tracking, str) else list(self.tracking)
+        left_out = ("none", "wandb") if self.wandb.mode == "disabled" else ("none",)
+        return [name for name in dict.fromkeys(asked) if name not in left_out]

@@ -147,8 +147,15 @@ class RuntimeConfig(_Strict):
     )
 
 
+TrackerName = Literal["wandb", "tensorboard", "csv"]
+"""Where a run can be shown while it trains; the record on disk is written in any case."""
+
+TrackingConfig = Literal["wandb", "tensorboard", "csv", "none"] | list[TrackerName]
+"""One of them, none, or any number."""
+
+
 class WandbConfig(_Strict):
-    """Weights & Biases: a mirror of the record on disk."""
+    """Weights & Biases, for `tracking=wandb`; `disabled` as well as `tracking=none` leaves it out."""
 
     mode: Literal["offline", "online", "disabled"] = "offline"
     project: str = Field(default="routing_lab", min_length=1)

@@ -213,10 +213,11 @@ class Task(pl.LightningModule):
         self._val_totals.reset()
         self.routing.reset()
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
         arrays, trace = self.examples(batch)
         self._val_totals.add(self.totals(arrays))
         self.routing.update(trace, **self.told(arrays["index"]))
+        return {"trace": trace}
 
     def on_validation_epoch_end(self) -> None:
         if self.trainer.world_size > 1:

@@ -42,7 +42,7 @@ class Keeper(Checkpoint):
         run_id: identity stored in the checkpoints, so that a foreign file is not resumed.
         selection: `best` also keeps the weights that are best by `selects`, the earliest of equals.
         selects: the validation metric, as `val/acc`.
-        report: given the epoch's row of metrics.
+        reports: each is given the epoch's row of metrics, as `rows` has it.
 
     Attributes:
         history: one row of metrics per finished epoch.
@@ -58,14 +58,14 @@ class Keeper(Checkpoint):
         run_id: str,
         selection: str,
         selects: str,
-        report: Callable[[Mapping[str, Any]], None] | None = None,
+        reports: Sequence[Callable[[Mapping[str, Any]], None]] = (),
     ) -> None:
         self.folder = folder
         self.record = record
         self.run_id = run_id
         self.selection = selection
         self.selects = metric(selects)
-        self.report = report
+        self.reports = reports
         self.history: list[dict[str, Any]] = []
         self.warnings: list[str] = []
         self.best: dict[str, Any] = {"epoch": None}
@@ -73,6 +73,11 @@ class Keeper(Checkpoint):
         self.examples = 0
         self._epoch_seconds = 0.0
         self._started = 0.0
+
+    def rows(self, unit: str) -> list[dict[str, Any]]:
+        """The history with the throughput of every epoch, in `unit` per second."""
+        examples = self.examples / max(1, len(self.history))
+        return [{**row, f"{unit}_per_second": examples / row["seconds"]} for row in self.history]
 
     # --- state inside the checkpoint ---
 
@@ -141,8 +146,8 @@ class Keeper(Checkpoint):
             self.folder.write_history(self.history)
             self.record["num_epochs_done"] = len(self.history)
             self.folder.write_record(self.record)
-            if self.report is not None:
-                self.report(row)
+            for report in self.reports:
+                report(self.rows(pl_module.unit)[-1])
 
     def _save(self, trainer: pl.Trainer) -> None:
         last, previous = self.folder.last, self.folder.previous

@@ -10,6 +10,7 @@ import traceback
 import warnings as python_warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ from routing_lab.training.environment import command_line, environment, git_stat
 from routing_lab.training.initialisation import initialise
 from routing_lab.training.readout import solve_head
 from routing_lab.training.signals import Stopped, stoppable
-from routing_lab.training.tracking import mirror
+from routing_lab.training.tracking import Described, Tracking
 from routing_lab.training.weights import load_weights, read_weights
 
 SHARED_WIDTH = 128
@@ -131,21 +132,24 @@ def _run_locked(
         if is_finished(before):
             return {"status": FINISHED, "record": before}
     record = new_record(resolved, run_id=identity(resolved), name=run_name(config), command=command)
-    record |= {"warnings": list(warnings), "num_epochs_done": 0}
+    record |= {"warnings": list(warnings), "num_epochs_done": 0, "git": git_state()}
     if before is not None and before.get("num_epochs_done"):
         # What was learned so far belongs to these data and weights: they are compared, never replaced.
         record |= {key: before[key] for key in ("num_epochs_done", "data", "init")}
+    tracking = Tracking(config, Described(folder, record, resolved, config.study or group))
     try:
         folder.prepare()
         folder.write_config(resolved)
         folder.write_record(record)
-        record = _train_and_test(folder, config, resolved, record, command, group)
+        record = _train_and_test(folder, config, resolved, record, command, group, tracking)
     except Stopped as stopped:
         record = _close(folder, record, INTERRUPTED)
+        tracking.end(record)
         return {"status": INTERRUPTED, "record": record, "error": str(stopped), "signal": stopped.signal}
     except Exception as error:
         folder.write_error(traceback.format_exc())
         record = _close(folder, record, FAILED)
+        tracking.end(record)
         return {"status": FAILED, "record": record, "error": _one_line(error)}
     return {"status": FINISHED, "record": record, "trained": True}
 
@@ -157,6 +161,7 @@ def _train_and_test(
     record: dict[str, Any],
     command: str,
     group: str | None,
+    tracking: Tracking,
 ) -> dict[str, Any]:
     check_optimizer(config.train.optimizer)
     task_class: type[Task] = locate(config.task.class_path)
@@ -188,7 +193,7 @@ def _train_and_test(
 
     task = task_class(model, config.train, config.seed, outputs, teacher, config.losses, **config.task.options)
     task.masks = getattr(data, "masks", None)
-    keeper = _fit(task, data, folder, config, record)
+    keeper = _fit(task, data, folder, config, record, tracking)
     if config.train.selection == "best" and keeper.history:
         task.evaluated.load_state_dict(load_file(folder.best))
     record["metrics"] = _selected_metrics(keeper, config.train.selection, task.quantities)
@@ -201,20 +206,23 @@ def _train_and_test(
         "train_seconds": keeper.seconds,
         f"train_{task.unit}_per_second": keeper.examples / keeper.seconds if keeper.seconds else None,
     }
-    record["environment"], record["git"] = environment(next(task.parameters()).device), git_state()
+    record["environment"] = environment(next(task.parameters()).device)
     record["status"] = FINISHED
-    trouble = mirror(config.wandb, folder.path, record, resolved, keeper.history, config.study or group)
-    record["warnings"] += [trouble] if trouble else []
+    tracking.end(record)
+    record["warnings"] += tracking.warnings
     folder.write_record(record)
     folder.drop_resume_state()
     return record
 
 
-def _fit(task: Task, data: Any, folder: RunFolder, config: Config, record: dict[str, Any]) -> Keeper:
+def _fit(
+    task: Task, data: Any, folder: RunFolder, config: Config, record: dict[str, Any], tracking: Tracking
+) -> Keeper:
     """Train from the newest whole checkpoint, or from the beginning; returns the keeper with the whole history."""
     shown = _progress(config)
-    line = EpochLine(run_name(config), config.train.epochs, task.quantities) if shown == "plain" else None
-    keeper = Keeper(folder, record, record["run_id"], config.train.selection, f"val/{task.selects}", line)
+    line = [EpochLine(run_name(config), config.train.epochs, task.quantities)] if shown == "plain" else []
+    keeper = Keeper(folder, record, record["run_id"], config.train.selection, f"val/{task.selects}", [*line, tracking])
+    tracking.rows = partial(keeper.rows, task.unit)
     resume, found = resumable(folder, record["run_id"])
     record["warnings"] += found
     for warning in found:
@@ -223,7 +231,7 @@ def _fit(task: Task, data: Any, folder: RunFolder, config: Config, record: dict[
         return keeper
     trainer = _trainer(
         config,
-        callbacks=[keeper, Bar()] if shown == "bar" else [keeper],
+        callbacks=[keeper, tracking, *([Bar()] if shown == "bar" else [])],
         enable_progress_bar=shown == "bar",
         enable_checkpointing=True,  # by the keeper; without it Lightning refuses any callback of that kind
         devices=config.runtime.devices,
