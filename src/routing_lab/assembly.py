@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from routing_lab.axes.base import locate
-from routing_lab.axes.facts import BackboneFacts
+from routing_lab.axes.facts import SUBLAYERS, BackboneFacts
 from routing_lab.backbones import adapt
 from routing_lab.backbones.build import build_llama, build_vit
 from routing_lab.config import Config, load
@@ -135,7 +135,16 @@ def attach(backbone: Backbone, config: Config) -> RoutedModel:
 
 def backbone_facts(backbone: Backbone) -> BackboneFacts:
     """What the configuration checks need to know of an adapted model."""
-    return BackboneFacts(backbone.depth, backbone.width, backbone.heads, backbone.prefix, causal=backbone.causal)
+    blocks = [backbone.block(layer) for layer in range(backbone.depth)]
+    return BackboneFacts(
+        backbone.depth,
+        backbone.width,
+        backbone.heads,
+        backbone.prefix,
+        causal=backbone.causal,
+        sublayers=tuple(part for part in SUBLAYERS if all(part in block.sublayers for block in blocks)),
+        one_map=all(block.one_map for block in blocks),
+    )
 
 
 def _routed_layer(config: Config, spec: LayerSpec) -> RoutedLayer:

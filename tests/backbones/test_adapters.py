@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from tests.backbones.families import FAMILIES
 from tests.routing.tiny import DEPTH, WIDTH, images, llama, routed, token_ids, vit
-from timm.layers import AttentionRope
+from timm.layers import Attention
+from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 import routing_lab
@@ -18,6 +20,16 @@ from routing_lab.axes.routers import ROUTERS
 from routing_lab.backbones import adapt
 from routing_lab.backbones.build import build_vit
 from routing_lab.routing.tokens import Positioned
+
+
+class OtherAttention(Attention):
+    pass
+
+
+class OtherForward(VisionTransformer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + 1
+
 
 PARAMETER_FREE = [name for name, member in ROUTERS.items() if not member.facts.learned and member.facts.routes]
 STATIC = {
@@ -159,14 +171,33 @@ def test_training_mode_follows() -> None:
 
 
 def test_other_models_are_refused() -> None:
-    with pytest.raises(ValueError, match="Linear: expected a timm VisionTransformer, a transformers Llama"):
+    with pytest.raises(ValueError, match="Linear: expected a timm VisionTransformer, a timm Eva"):
         routing_lab.route(nn.Linear(2, 2))
-    swin = timm.create_model("resnet18", num_classes=2)
     with pytest.raises(ValueError, match="ResNet"):
-        routing_lab.route(swin)
-    eva = vit(attn_layer=AttentionRope)
-    with pytest.raises(ValueError, match="block 0 is a Block whose attention is a AttentionRope"):
-        routing_lab.route(eva)
+        routing_lab.route(timm.create_model("resnet18", num_classes=2))
+    other = vit()
+    other.blocks[2].attn = OtherAttention(WIDTH)
+    with pytest.raises(ValueError, match="block 2 is a Block whose attention is a OtherAttention"):
+        routing_lab.route(other)
+    with pytest.raises(ValueError, match="OtherForward: it has a forward of its own, which routing would not call"):
+        routing_lab.route(vit(kind=OtherForward))
+
+
+def test_blocks_that_read_weights_refuse_what_stands_in_their_place() -> None:
+    model = FAMILIES["beit"]()
+    model.blocks[1].attn.qkv = nn.Sequential(model.blocks[1].attn.qkv)
+    with pytest.raises(ValueError, match=r"block 1: timm's Attention reads the weight of qkv .* this Sequential"):
+        routing_lab.route(model)
+    model.blocks[1].attn.qkv_bias_separate = True
+    with torch.no_grad():
+        assert torch.equal(routing_lab.route(model, ["router=dense"])(images()), model(images()))
+
+
+def test_what_a_backbone_lacks_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="this backbone's attention is a difference of two"):
+        routing_lab.route(FAMILIES["differential"](), ["router=amod"])
+    with pytest.raises(ValueError, match=r"placement.sublayer = attention: attention and MLP .* beside each other"):
+        routing_lab.route(FAMILIES["parallel"](), ["router=linear", "placement.sublayer=attention"])
 
 
 def test_decoder_refuses_attention_scores() -> None:

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from routing_lab.assembly import attach, backbone_facts
 from routing_lab.axes.facts import BackboneFacts
 from routing_lab.backbones import adapt
-from routing_lab.config import Config, load
+from routing_lab.config import Config
+from routing_lab.config.compose import Composer
+from routing_lab.config.load import check_overrides
 from routing_lab.routing.base import LayerSpec, RunState
 from routing_lab.routing.model import RoutedModel
 from routing_lab.routing.noise import NoiseSource
@@ -87,7 +89,19 @@ def route(module: nn.Module, overrides: Sequence[str]) -> RoutedModel:
 @cache
 def configured(overrides: tuple[str, ...], facts: BackboneFacts) -> Config:
     """The checked configuration of a model's routing."""
-    return load(overrides, facts=facts).config
+    return check_overrides(_Composer(), overrides, facts).config
+
+
+class _Composer(Composer):
+    """Composes equal overrides once, whatever the backbone is that they are then checked for."""
+
+    def compose(self, overrides: Sequence[str]) -> Any:
+        return _composed(tuple(overrides))
+
+
+@cache
+def _composed(overrides: tuple[str, ...]) -> Any:
+    return Composer().compose(overrides)
 
 
 def routed(overrides: Sequence[str], module: nn.Module | None = None, double: bool = False) -> RoutedModel:

@@ -162,6 +162,8 @@ class BackboneFacts:
     prefix: kinds of the prefix tokens in order, for instance ("class", "registers", "registers").
     tokens: length of the sequence, prefix included; None where it varies.
     causal: a token attends only to itself and to earlier ones.
+    sublayers: the parts of a block that can be routed by themselves.
+    one_map: attention is one map a head, each row a distribution over keys, of which scores can be made.
     """
 
     depth: int
@@ -170,3 +172,5 @@ class BackboneFacts:
     prefix: tuple[str, ...] = ()
     tokens: int | None = None
     causal: bool = False
+    sublayers: tuple[SubLayer, ...] = SUBLAYERS
+    one_map: bool = True

@@ -9,12 +9,25 @@ from routing_lab.routing.model import Backbone
 
 FAMILIES = {
     ("timm", "VisionTransformer"): "vit.VisionTransformerBackbone",
+    ("timm", "Eva"): "eva.EvaBackbone",
+    ("timm", "Beit"): "beit.BeitBackbone",
     ("transformers", "LlamaForCausalLM"): "decoder.LlamaBackbone",
     ("transformers", "MistralForCausalLM"): "decoder.MistralBackbone",
     ("transformers", "Qwen2ForCausalLM"): "decoder.Qwen2Backbone",
     ("transformers", "Qwen3ForCausalLM"): "decoder.Qwen3Backbone",
 }
 """The adapter of each class of models, by package and name, so that a library is imported only where it is used."""
+
+
+REFUSED = {
+    ("timm", "SwinTransformer"): "attends inside shifted windows of a fixed grid that is halved between stages",
+    ("timm", "SwinTransformerV2"): "attends inside shifted windows of a fixed grid that is halved between stages",
+    ("timm", "Xcit"): "attends between channels, so that there is no map between tokens, and convolves the grid",
+    ("timm", "Cait"): "mixes the maps of its heads, and adds the class token in separate blocks at the end",
+    ("timm", "NaFlexVit"): "takes images as padded sequences of patches with coordinates beside them",
+    ("timm", "VisionTransformerSAM"): "attends inside windows of a fixed grid",
+}
+"""Why some classes of transformers are not routed: a token cannot be taken out of them, or they have no map."""
 
 
 def adapt(module: Any) -> Backbone:
@@ -24,12 +37,15 @@ def adapt(module: Any) -> Backbone:
         ValueError: for a model or a kind of block that no adapter is for, saying what is supported.
     """
     for kind in type(module).__mro__:
-        family = FAMILIES.get((kind.__module__.split(".")[0], kind.__name__))
+        known = (kind.__module__.split(".")[0], kind.__name__)
+        if known in REFUSED:
+            raise ValueError(f"backbone = {type(module).__name__}: it {REFUSED[known]}; that is not routed")
+        family = FAMILIES.get(known)
         if family is not None:
             file, name = family.split(".")
             backbone: Backbone = getattr(import_module(f"{__name__}.{file}"), name)(module)
             for layer in range(backbone.depth):
                 backbone.block(layer)
             return backbone
-    known = [f"a {library} {name}" for library, name in FAMILIES]
-    raise ValueError(f"backbone = {type(module).__name__}: expected {', '.join(known[:-1])} or {known[-1]}")
+    accepted = [f"a {library} {name}" for library, name in FAMILIES]
+    raise ValueError(f"backbone = {type(module).__name__}: expected {', '.join(accepted[:-1])} or {accepted[-1]}")

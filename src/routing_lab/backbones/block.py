@@ -192,7 +192,7 @@ class PreNormBlock(Block):
     def project(self, x: Tensor) -> Tensor:
         normed = self._normed(x, "attention")
         value = self._repeated(self.key_value(normed)[1])
-        return self.residual(self._finish(value, normed), "attention")
+        return self.residual(self._finish(self.alone(value), normed), "attention")
 
     def called(self, x: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
         return called(self.module, compute, x)
@@ -214,6 +214,10 @@ class PreNormBlock(Block):
     def attention(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """[B, H, N, d] what the heads put together, keys and values repeated for the query heads of each group."""
         return attention(query, key, value, self.kernel, mask=mask, policy=self._policy)
+
+    def alone(self, value: Tensor) -> Tensor:
+        """`attention` of tokens that see themselves alone, from their values."""
+        return value
 
     def attention_with_statistics(
         self,

@@ -1,138 +1,324 @@
 """Adapter for timm's VisionTransformer: class token or not, registers or a distillation token, any size of image.
 
-Shape legend: B batch, N tokens, H heads, d head width, D width.
+Blocks are pre-norm or post-norm, with attention in parallel or not, differential or not.
+
+Shape legend: B batch, N tokens, M keys, H heads, d head width, D width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import fields, replace
+from typing import Any, ClassVar
 
-from timm.layers import Attention
-from timm.models.vision_transformer import Block as TimmBlock
-from timm.models.vision_transformer import VisionTransformer
+import torch
+from timm.layers import Attention, AttentionRope, DiffAttention
+from timm.models.vision_transformer import Block as TimmPreNormBlock
+from timm.models.vision_transformer import (
+    DiffParallelScalingBlock,
+    ParallelScalingBlock,
+    ParallelThingsBlock,
+    ResPostBlock,
+    VisionTransformer,
+)
 from torch import Tensor, nn
 
-from routing_lab.attention import Kernel
-from routing_lab.backbones.block import Branch, FusedProjection, called, expect
-from routing_lab.routing.model import Backbone
-from routing_lab.routing.tokens import Layout, Positioned, Tokens
+from routing_lab.attention import AttentionStatistics, MapRows, StatisticsRequest, attention
+from routing_lab.backbones.block import Branch, called, unwrapped
+from routing_lab.backbones.timm_parts import TimmBackbone, TimmBlock, dropped, kind_of, patch_grid
+from routing_lab.routing.base import Block
+from routing_lab.routing.tokens import Positioned, Tokens
 
 
-class VisionTransformerBackbone(Backbone):
-    """A timm VisionTransformer with pre-norm blocks."""
+class VisionTransformerBackbone(TimmBackbone):
+    """A timm VisionTransformer."""
 
     accepts = VisionTransformer
-    causal = False
 
-    @property
-    def depth(self) -> int:
-        return len(self.module.blocks)
-
-    @property
-    def width(self) -> int:
-        return self.module.embed_dim
-
-    @property
-    def heads(self) -> int:
-        return self.block(0).heads
-
-    @property
-    def prefix(self) -> tuple[str, ...]:
+    def embed_images(self, images: Tensor) -> tuple[Tokens, None]:
         vit = self.module
-        kinds: list[str] = []
-        if vit.cls_token is not None:
-            kinds.append("class")
-        if getattr(vit, "dist_token", None) is not None:
-            kinds.append("distillation")
-        if vit.reg_token is not None:
-            kinds.extend(["registers"] * vit.reg_token.shape[1])
-        if len(kinds) != vit.num_prefix_tokens:
-            raise ValueError(f"backbone has {vit.num_prefix_tokens} prefix tokens, of which only {kinds} are known")
-        return tuple(kinds)
+        x, position = dropped(vit.patch_drop, vit._pos_embed(vit.patch_embed(images)))
+        return Tokens.placed(vit.norm_pre(x), len(self.prefix), position), None
 
-    def embed(self, inputs: Tensor, layout: Layout | None = None) -> tuple[Tokens, None]:
-        if layout is not None:
-            raise ValueError("valid, segments: an image has neither padding nor documents")
-        vit = self.module
-        x = vit.norm_pre(vit.patch_drop(vit._pos_embed(vit.patch_embed(inputs))))
-        return Tokens(x, num_prefix=len(self.prefix)), None
+    def grid(self, inputs: Tensor) -> tuple[int, int]:
+        return patch_grid(self.module, inputs)
 
-    def block(self, layer: int) -> ViTBlock:
-        block = ViTBlock(self.module.blocks[layer], self.width, f"block {layer}")
-        block.recomputed = block.recomputed or self.module.grad_checkpointing
-        return block
-
-    def norm(self, x: Tensor) -> Tensor:
-        return self.module.norm(x)
-
-    def head(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
-        return timm_head(self.module, self.module.norm(x), valid)
+    def view(self, module: nn.Module, name: str) -> Any:
+        view = VIEWS.get((kind_of(module), type(getattr(unwrapped(module), "attn", None))), ViTBlock)
+        return view(module, self.width, name)
 
 
-class ViTBlock(FusedProjection):
-    """View of one timm block: x + drop_path(ls1(attn(norm1(x)))), then the same with the MLP."""
+class ViTBlock(TimmBlock):
+    """View of a pre-norm block."""
 
-    def __init__(self, module: nn.Module, width: int, name: str) -> None:
-        super().__init__(module, width)
-        expect(self.module, (TimmBlock,), name, "routing needs timm's pre-norm Block")
-        attn = self.module.attn
-        expect(attn, (Attention,), f"{name} is a Block whose attention", "routing needs timm's Attention")
-        self.heads = self.kv_heads = attn.num_heads
-        self.head_dim = attn.head_dim
-
-    def norm(self, x: Tensor, branch: Branch) -> Tensor:
-        return self.module.norm1(x) if branch == "attention" else self.module.norm2(x)
-
-    def projections(self, normed: Tensor) -> Tensor:
-        return self.module.attn.qkv(normed)
-
-    def placed(self, x: Tensor, kind: Any, tokens: Positioned, context: Any) -> Tensor:
-        return self.module.attn.q_norm(x) if kind == "query" else self.module.attn.k_norm(x)
-
-    def output(self, x: Tensor, normed: Tensor) -> Tensor:
-        attn = self.module.attn
-        x = attn.norm(x)
-        if attn.gate is not None:
-            x = x * attn.gate(normed).sigmoid()
-        return attn.proj_drop(attn.proj(x))
-
-    def feed_forward(self, normed: Tensor) -> Tensor:
-        return self.module.mlp(normed)
-
-    def residual(self, x: Tensor, branch: Branch) -> Tensor:
-        block = self.module
-        return block.drop_path1(block.ls1(x)) if branch == "attention" else block.drop_path2(block.ls2(x))
-
-    @property
-    def kernel(self) -> Kernel:
-        return timm_kernel(self.module.attn)
+    kinds: ClassVar[tuple[type[nn.Module], ...]] = (TimmPreNormBlock,)
+    attentions: ClassVar[tuple[type[nn.Module], ...]] = (Attention, AttentionRope)
 
     def whole_block(self, tokens: Positioned, context: Any) -> Tensor:
         return self.module(tokens.x)
 
     def whole_attention(self, normed: Tensor, tokens: Positioned, mask: Tensor | None, context: Any) -> Tensor:
-        return self.module.attn(normed, attn_mask=mask)
+        return self.attn(normed, attn_mask=mask)
+
+
+class PostNormBlock(ViTBlock):
+    """View of a block whose branches are normed before they are added: x + drop_path1(norm1(attn(x)))."""
+
+    kinds = (ResPostBlock,)
+
+    def norm(self, x: Tensor, branch: Branch) -> Tensor:
+        return x
+
+    def residual(self, x: Tensor, branch: Branch) -> Tensor:
+        block = self.module
+        return block.drop_path1(block.norm1(x)) if branch == "attention" else block.drop_path2(block.norm2(x))
+
+
+class Differential(TimmBlock):
+    """Attention as the difference of two maps, A1 - lambda A2, each of half a head's queries and keys (2410.05258).
+
+    The difference is no distribution over keys, so that no score is made of it.
+    """
+
+    one_map = False
+
+    def __init__(self, module: nn.Module, width: int, name: str) -> None:
+        super().__init__(module, width, name)
+        self.heads = self.kv_heads = 2 * self.attn.num_heads
+
+    def query_key_value(self, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self._split(self.projections(normed))
+
+    def attention(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        halves = zip(query.unflatten(1, (-1, 2)).unbind(2), key.unflatten(1, (-1, 2)).unbind(2), strict=True)
+        first, second = (attention(q, k, value, self.kernel, mask=mask, policy=self._policy) for q, k in halves)
+        return self._normed_heads(first - self.attn._compute_lambda().type_as(query) * second)
+
+    def attention_with_statistics(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        request: StatisticsRequest,
+        rows: MapRows,
+        other: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, AttentionStatistics]:
+        return self.attention(query, key, value, mask), self.map_statistics(query, key, value, request, rows, other)
+
+    def alone(self, value: Tensor) -> Tensor:
+        return self._normed_heads(value - self.attn._compute_lambda().type_as(value) * value)
+
+    def _normed_heads(self, x: Tensor) -> Tensor:
+        return self.attn.sub_norm(x) * (1 - self.attn.lambda_init)
+
+    def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys [B, 2 H, N, d], values [B, H, N, 2 d]."""
+        query, key, value = projected.chunk(3, dim=-1)
+        wide = value.unflatten(-1, (-1, 2 * self.head_dim)).transpose(1, 2)
+        return self._heads(query), self._heads(key), wide
+
+
+class DifferentialBlock(Differential, ViTBlock):
+    """View of a pre-norm block with differential attention."""
+
+    attentions = (DiffAttention,)
+
+
+class ParallelBlock(TimmBlock):
+    """View of a block that computes attention and MLP beside each other, from one norm and one projection.
+
+    Both together are the attention branch, and the MLP branch is nothing: such a block is routed as a whole.
+    """
+
+    kinds: ClassVar[tuple[type[nn.Module], ...]] = (ParallelScalingBlock,)
+    sublayers = ("block",)
+
+    def __init__(self, module: nn.Module, width: int, name: str) -> None:
+        super().__init__(module, width, name)
+        self.projects_together = True
+        self._projected_mlp: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def attn(self) -> Any:
+        return self.module
+
+    def norm(self, x: Tensor, branch: Branch) -> Tensor:
+        return self.module.in_norm(x)
+
+    def projections(self, normed: Tensor) -> Tensor:
+        block = self.module
+        hidden, rest = block.in_proj(normed).split([block.in_split[0], 3 * self.width], dim=-1)
+        self._projected_mlp = (normed, hidden)  # `output` of the same tokens needs it
+        return rest
+
+    def output(self, x: Tensor, normed: Tensor) -> Tensor:
+        block = self.module
+        if self._projected_mlp is None or self._projected_mlp[0] is not normed:
+            self.projections(normed)
+        assert self._projected_mlp is not None
+        hidden = self._projected_mlp[1]
+        if block.mlp_bias is not None:
+            hidden = hidden + block.mlp_bias
+        hidden = block.mlp_drop(block.mlp_act(hidden))
+        if block.out_proj is not None:
+            return block.out_proj(torch.cat((x, hidden), dim=-1))
+        return block.attn_out_proj(x) + block.mlp_out_proj(hidden)
+
+    def residual(self, x: Tensor, branch: Branch) -> Tensor:
+        return self.module.drop_path(self.module.ls(x))
+
+    def mlp(self, x: Tensor) -> Tensor:
+        return torch.zeros_like(x)
+
+    def whole_block(self, tokens: Positioned, context: Any) -> Tensor:
+        return self.module(tokens.x)
 
     def called_attention(self, normed: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
-        return called(self.module.attn, compute, normed)
+        return compute(normed)  # there is no attention module
 
 
-def timm_kernel(attn: Any) -> Kernel:
-    """How a timm attention computes its map."""
-    scale = None if attn.scale == attn.head_dim**-0.5 else attn.scale
-    return Kernel(scale, attn.attn_drop.p if attn.training else 0.0, attn.fused_attn)
+class DifferentialParallelBlock(Differential, ParallelBlock):
+    """View of a parallel block with differential attention."""
+
+    kinds = (DiffParallelScalingBlock,)
 
 
-def timm_head(model: Any, x: Tensor, valid: Tensor | None) -> Any:
-    """A timm model's output from normed tokens [B, N, D], of which an average leaves out those not valid [B, N]."""
-    if valid is None or model.global_pool == "token":
-        return model.forward_head(x)
-    if model.global_pool != "avg" or getattr(model, "attn_pool", None) is not None:
-        raise ValueError(
-            f"backbone.pool = {model.global_pool}: samples with different numbers of tokens need pool=token or pool=avg"
-        )
-    first = 0 if getattr(model, "pool_include_prefix", False) else model.num_prefix_tokens
-    weight = valid[:, first:].unsqueeze(-1).to(x.dtype)
-    pooled = (x[:, first:] * weight).sum(dim=1) / weight.sum(dim=1).clamp_min(1)
-    return model.head(model.head_drop(model.fc_norm(pooled)))
+class Things(Block):
+    """View of a block with several attentions beside each other, and then several MLPs (2203.09795): both are sums.
+
+    A token's map has the heads of all its attentions.
+    """
+
+    def __init__(self, module: nn.Module, width: int, name: str, views: tuple[Thing, ...] | None = None) -> None:
+        self.module: Any = unwrapped(module)
+        self.recomputed = self.module is not module
+        block: Any = self.module
+        parts = zip(block.attns, block.ffns, strict=True)
+        self.views = views or tuple(Thing(attn, ffn, width, name) for attn, ffn in parts)
+        self.projects_together = True
+        self.heads = sum(view.heads for view in self.views)
+        rows, columns = self.views[0].query_key_shape
+        self.query_key_shape = (len(self.views) * rows, columns)
+
+    def dense(self, tokens: Positioned, context: Any) -> Tensor:
+        if all(view.plain for view in self.views):
+            return self.module(tokens.x)
+
+        def parts(x: Tensor) -> Tensor:
+            h = x + self.attend(replace(tokens, x=x), context)
+            return h + self.mlp(h)
+
+        return self.called(tokens.x, parts)
+
+    def attend(
+        self, queries: Positioned, context: Any, keys: Positioned | None = None, *, visible: Tensor | None = None
+    ) -> Tensor:
+        return _sum(view.attend(queries, context, keys, visible=visible) for view in self.views)
+
+    def attend_with_statistics(
+        self, tokens: Positioned, context: Any, request: StatisticsRequest, *, projection: Tensor | None = None
+    ) -> tuple[Tensor, AttentionStatistics]:
+        found = [
+            view.attend_with_statistics(tokens, context, request, projection=part)
+            for view, part in zip(self.views, self._parts(projection), strict=True)
+        ]
+        return _sum(update for update, _ in found), _together([statistics for _, statistics in found])
+
+    def statistics(
+        self,
+        queries: Positioned,
+        context: Any,
+        request: StatisticsRequest,
+        keys: Positioned | None = None,
+        *,
+        projection: Tensor | None = None,
+    ) -> AttentionStatistics:
+        found = [
+            view.statistics(queries, context, request, keys, projection=part)
+            for view, part in zip(self.views, self._parts(projection), strict=True)
+        ]
+        return _together(found)
+
+    def mlp(self, x: Tensor) -> Tensor:
+        return _sum(view.mlp(x) for view in self.views)
+
+    def project(self, x: Tensor) -> Tensor:
+        return _sum(view.project(x) for view in self.views)
+
+    def called(self, x: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+        return called(self.module, compute, x)
+
+    def weighing(self, policy: Tensor) -> Things:
+        return self._of(view.weighing(policy) for view in self.views)
+
+    def hiding(self, mask: Tensor) -> Things:
+        return self._of(view.hiding(mask) for view in self.views)
+
+    def _of(self, views: Any) -> Things:
+        twin = Things(self.module, self.views[0].width, "block", tuple(views))
+        twin.recomputed = self.recomputed
+        return twin
+
+    def _parts(self, projection: Tensor | None) -> Any:
+        return [None] * len(self.views) if projection is None else projection.chunk(len(self.views))
+
+
+class Thing(ViTBlock):
+    """View of one attention and one MLP of a `Things` block."""
+
+    kinds = (nn.Sequential,)
+
+    def __init__(self, attention: nn.Module, mlp: nn.Module, width: int, name: str) -> None:
+        super().__init__(attention, width, name)
+        self.second: Any = mlp
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing is weighed."""
+        return self._policy is None
+
+    def norm(self, x: Tensor, branch: Branch) -> Tensor:
+        return self._branch(branch).norm(x)
+
+    def feed_forward(self, normed: Tensor) -> Tensor:
+        return self.second.mlp(normed)
+
+    def residual(self, x: Tensor, branch: Branch) -> Tensor:
+        part = self._branch(branch)
+        return part.drop_path(part.ls(x))
+
+    def _branch(self, branch: Branch) -> Any:
+        return self.module if branch == "attention" else self.second
+
+
+VIEWS: dict[tuple[type, type], Callable[[nn.Module, int, str], Block]] = {
+    (TimmPreNormBlock, DiffAttention): DifferentialBlock,
+    (ResPostBlock, Attention): PostNormBlock,
+    (ResPostBlock, AttentionRope): PostNormBlock,
+    (ParallelScalingBlock, type(None)): ParallelBlock,
+    (DiffParallelScalingBlock, type(None)): DifferentialParallelBlock,
+    (ParallelThingsBlock, type(None)): Things,
+}
+"""The view of each kind of block and attention; of all others `ViTBlock`, which refuses what it is not for."""
+
+
+def _sum(parts: Any) -> Tensor:
+    return torch.stack(list(parts)).sum(dim=0)
+
+
+def _together(found: list[AttentionStatistics]) -> AttentionStatistics:
+    """Statistics of several attentions as those of one with all their heads."""
+    result = AttentionStatistics()
+    for item in fields(AttentionStatistics):
+        values = [getattr(statistics, item.name) for statistics in found]
+        if values[0] is None:
+            continue
+        if item.name == "key_mean":
+            value = torch.cat(values, dim=-1)
+        elif item.name == "value_norm":
+            value = torch.stack(values).square().sum(dim=0).sqrt()
+        else:
+            value = torch.cat(values, dim=1)
+        setattr(result, item.name, value)
+    return result

@@ -110,6 +110,16 @@ def sublayer_allows(placement: PlacementConfig, bypass: BypassConfig, router: Ro
         yield Problem.of("bypass", bypass.name, message)
 
 
+def backbone_allows(placement: PlacementConfig, router: RouterConfig, facts: BackboneFacts) -> Iterator[Problem]:
+    """The backbone's blocks have the part that is routed, and the map that the score is made of."""
+    if router.traits.routes and placement.sublayer not in facts.sublayers:
+        message = f"attention and MLP of this backbone stand beside each other; use {_or(facts.sublayers)}"
+        yield Problem.of("placement.sublayer", placement.sublayer, message)
+    if not facts.one_map and {"received", "class_row"} & set(router.traits.attention):
+        message = "reads an attention map, and this backbone's attention is a difference of two"
+        yield Problem.of("router", router.name, message)
+
+
 # --- members ---
 
 
@@ -351,6 +361,7 @@ REFUSALS: tuple[Check, ...] = (
     backbone_shape,
     backbone_can_be_trained,
     placed_layers,
+    backbone_allows,
     sublayer_allows,
     members_fit_the_backbone,
     truth_is_known,

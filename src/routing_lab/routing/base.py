@@ -17,7 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from routing_lab.attention import AttentionStatistics, StatisticsRequest
-from routing_lab.axes.facts import BypassTraits, CapacityTraits, RouterTraits, ScalingTraits, ScoreScale
+from routing_lab.axes.facts import (
+    SUBLAYERS,
+    BypassTraits,
+    CapacityTraits,
+    RouterTraits,
+    ScalingTraits,
+    ScoreScale,
+    SubLayer,
+)
 from routing_lab.routing.noise import NoiseSource
 from routing_lab.routing.tokens import Positioned, Selection, Tokens
 from routing_lab.routing.work import Work
@@ -270,9 +278,13 @@ class Block(ABC):
         query_key_shape: shape (query width + key width, D) of the joint query and key projection.
         projects_together: queries, keys and values come from one module, so that whoever wants one computes all.
         recomputed: the backward pass recomputes the block (activation checkpointing).
+        sublayers: what of the block can be routed by itself.
+        one_map: attention is one map a head, each row a distribution over keys, of which scores can be made.
     """
 
     query_key_shape: tuple[int, int]
+    sublayers: tuple[SubLayer, ...] = SUBLAYERS
+    one_map: bool = True
     projects_together: bool = False
     recomputed: bool = False
 

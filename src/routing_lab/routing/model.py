@@ -80,6 +80,10 @@ class Backbone(ABC):
     def prefix(self) -> tuple[str, ...]:
         """Kinds of the prefix tokens in order, for instance ("class", "registers")."""
 
+    def grid(self, inputs: Tensor) -> tuple[int, int] | None:
+        """Rows and columns of the patches that these inputs are made into; None: tokens have no grid."""
+        return None
+
     @abstractmethod
     def embed(self, inputs: Tensor, layout: Layout | None = None) -> tuple[Tokens, Any]:
         """The tokens [B, N, D] that enter the first block, and what all blocks share in this forward.

@@ -110,6 +110,12 @@ class Tokens:
     policy: Tensor | None = None
     halted: Halted | None = None
 
+    @classmethod
+    def placed(cls, x: Tensor, num_prefix: int, position: Tensor | None) -> Tokens:
+        """The tokens that enter the first block; position [B, N] int64: those left of all that were embedded."""
+        origin = None if position is None else (position - num_prefix).clamp_min(-1)
+        return cls(x, num_prefix=num_prefix, origin=origin, position=position)
+
     def with_x(self, x: Tensor) -> Tokens:
         """The same tokens with another residual stream."""
         return replace(self, x=x)

@@ -1,0 +1,30 @@
+"""What adapters of all vision transformers share: images have a grid of patches, and neither padding nor documents."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+from torch import Tensor
+
+from routing_lab.routing.model import Backbone
+from routing_lab.routing.tokens import Layout, Tokens
+
+
+class VisionBackbone(Backbone):
+    """A vision transformer: images [B, C, H, W] become prefix tokens and the patches of a grid, row by row."""
+
+    causal = False
+
+    def embed(self, inputs: Tensor, layout: Layout | None = None) -> tuple[Tokens, Any]:
+        if layout is not None:
+            raise ValueError("valid, segments: an image has neither padding nor documents")
+        return self.embed_images(inputs)
+
+    @abstractmethod
+    def embed_images(self, images: Tensor) -> tuple[Tokens, Any]:
+        """`embed` of images."""
+
+    @abstractmethod
+    def grid(self, inputs: Tensor) -> tuple[int, int]:
+        """Rows and columns of the patches that images are made into."""
