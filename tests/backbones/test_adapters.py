@@ -200,9 +200,9 @@ def test_what_a_backbone_lacks_is_refused_by_name() -> None:
         routing_lab.route(FAMILIES["parallel"](), ["router=linear", "placement.sublayer=attention"])
 
 
-def test_decoder_refuses_attention_scores() -> None:
-    with pytest.raises(ValueError, match="causal"):
-        routing_lab.route(llama(), ["router=amod"])
+def test_decoder_refuses_scores_of_a_class_token() -> None:
+    with pytest.raises(ValueError, match="class token"):
+        routing_lab.route(llama(), ["router=cls_attention"])
 
 
 def test_unknown_timm_model_suggests_others() -> None:
