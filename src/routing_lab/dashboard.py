@@ -73,26 +73,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
 
     from routing_lab.config import ConfigError
+    from routing_lab.config.problems import lines_of
     from routing_lab.evidence.study import StudyError, load_study
     from routing_lab.runs.files import json_text, write_text
     from routing_lab.runs.records import RecordError
 
     try:
+        _check_places(options)
         study = load_study(options.study)
         scale = study.scale(options.scale or next(iter(study.scales)))
         if options.online or options.push:
             _require_api_key()
-        shown = panels(study, scale, routed_layers(study, scale), verdict(study, scale, options.runs))
+        runs = options.runs or Path("runs")
+        shown = panels(study, scale, routed_layers(study, scale), verdict(study, scale, runs))
         if options.push:
-            print("\n".join(push(study, scale, options.runs, options.entity, options.project)))
+            print("\n".join(push(study, scale, runs, options.entity, options.project)))
         built = workspace(study, scale, shown, options.entity, options.project)
         if options.online:
             print(save(built))
             return 0
         path = options.spec or options.study.with_name(f"{study.name}.dashboard.json")
         print(write_text(path, json_text(specification(built, shown)) + "\n"))
-    except (StudyError, ConfigError, RecordError, DashboardError) as error:
-        print(error, file=sys.stderr)
+    except (StudyError, ConfigError, RecordError, DashboardError, OSError) as error:
+        print(lines_of(error), file=sys.stderr)
         return 2
     return 0
 
@@ -322,6 +325,19 @@ def _nested(key: str) -> str:
     return f"{first}.value.{rest}" if rest else f"{first}.value"
 
 
+def _check_places(options: argparse.Namespace) -> None:
+    from routing_lab.config.places import unwritable
+
+    if options.runs is not None and not options.runs.is_dir():
+        raise DashboardError(f"--runs = {options.runs}: not a folder")
+    if options.spec is not None:
+        reason = "is a folder" if options.spec.is_dir() else None
+        if not options.spec.parent.is_dir():
+            reason = f"{options.spec.parent}: no such folder"
+        if reason := reason or unwritable(options.spec.parent):
+            raise DashboardError(f"--spec = {options.spec}: {reason}")
+
+
 def _require_api_key() -> None:
     from routing_lab.evidence.wandb_source import NO_API_KEY, has_api_key
 
@@ -342,7 +358,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("study", type=Path, help="study file (experiments/<name>.yaml)")
     parser.add_argument("--scale", help="scale whose runs are shown (default: the first of the study)")
-    parser.add_argument("--runs", type=Path, default=Path("runs"), help="runs that the verdict is of (default: runs)")
+    parser.add_argument("--runs", type=Path, help="runs that the verdict is of (default: runs)")
     parser.add_argument("--entity", help="user or team at Weights & Biases (default: the account's own)")
     parser.add_argument("--project", default=PROJECT, help=f"project (default: {PROJECT})")
     parser.add_argument("--push", action="store_true", help="upload the study's finished records first")

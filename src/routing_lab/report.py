@@ -30,12 +30,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from routing_lab.runs.records import RecordError
 
     try:
+        _check_places(options)
         is_study = options.target.suffix in (".yaml", ".yml")
         report, out = _of_study(options) if is_study else _of_folder(options)
         formats = [name for name in FORMATS if getattr(options, name)] or DEFAULT_FORMATS
         written = write_report(report, options.out or out, formats)
-    except (RecordError, StudyError) as error:
-        print(error, file=sys.stderr)
+    except (RecordError, StudyError, OSError) as error:
+        from routing_lab.config.problems import lines_of
+
+        print(lines_of(error), file=sys.stderr)
         return 2
     print("\n".join([*report.sections[0].lines, *map(str, written)]))
     return 0
@@ -61,6 +64,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _check_places(options: argparse.Namespace) -> None:
+    """Refuse claims that are not there and a folder that cannot be written to, before anything is read."""
+    from routing_lab.config.places import unwritable
+    from routing_lab.runs.records import RecordError
+
+    if options.claims is not None and not options.claims.is_file():
+        raise RecordError(f"--claims = {options.claims}: no such file")
+    if options.out is not None and (reason := unwritable(options.out)) is not None:
+        raise RecordError(f"--out = {options.out}: {reason}")
+
+
 def _of_folder(options: argparse.Namespace) -> tuple[Report, Path]:
     from routing_lab.evidence.registration import read_plans
     from routing_lab.evidence.report import build_report
@@ -69,7 +83,7 @@ def _of_folder(options: argparse.Namespace) -> tuple[Report, Path]:
     records = _not_empty(_read(options.target), options.target)
     plans = read_plans(options.target)
     studies = _named_studies(options.experiments, records)
-    claims = _claims(options) if plans or studies else []
+    claims = _claims(options) if plans or studies or options.claims else []
     out = Path(f"{options.target.name}.report") if is_wandb(options.target) else options.target / "report"
     return build_report(records, plans=plans, studies=studies, claims=claims), out
 

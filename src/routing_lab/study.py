@@ -31,7 +31,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from routing_lab.config import Composer, ConfigError, Loaded, check_overrides, identity, run_folder
-from routing_lab.config.problems import Problem
+from routing_lab.config.places import unwritable
+from routing_lab.config.problems import Problem, alternatives, lines_of
 from routing_lab.data.state import changed_inputs
 from routing_lab.evidence import formatting
 from routing_lab.evidence.pilot import pilot_folder, pilot_key, pilot_lines, read_pilot
@@ -40,6 +41,7 @@ from routing_lab.evidence.registration import Cell, Plan, append, find_plan, pla
 from routing_lab.evidence.study import PILOT_SEEDS, Study, StudyError, check_arms, load_study
 from routing_lab.runs.files import write_json
 from routing_lab.runs.folder import RunFolder
+from routing_lab.runs.metrics import COSTS, QUANTITIES, is_declared
 from routing_lab.runs.records import FINISHED, RecordError, read_record, read_records
 from routing_lab.sweeps import failure, launch_cells
 from routing_lab.train import import_from_here
@@ -54,12 +56,12 @@ NUM_PILOT_SEEDS = 6
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line; leaves through `sys.exit`."""
-    options = _parser().parse_args(sys.argv[1:] if arguments is None else list(arguments))
+    options = _parser().parse_intermixed_args(sys.argv[1:] if arguments is None else list(arguments))
     import_from_here()
     try:
         planned = plan_study(Path(options.study), options.overrides, options.config_dir, options.amend)
-    except (StudyError, ConfigError) as error:
-        print(error, file=sys.stderr)
+    except (StudyError, ConfigError, RecordError) as error:
+        print(lines_of(error), file=sys.stderr)
         sys.exit(2)
     if options.plan:
         print(describe(planned))
@@ -120,12 +122,16 @@ def plan_study(
         scale = study.scale(_taken("scale", overrides) or next(iter(study.scales)))
     hydra = [text for text in overrides if text.lstrip("+~").startswith("hydra")]
     extra = [text for text in overrides if text not in hydra and not text.startswith("scale=")]
+    _refuse_own_keys(study, extra)
     composer = Composer(config_dir)
     loaded = _checked_arms(study, scale, extra, hydra, composer)
+    _check_metric(study, loaded)
     check_arms(study, {arm: arm_loaded.resolved for arm, arm_loaded in loaded.items()})
     planned_seeds = study.planned_seeds(scale)
     cells, folders, jobs = _cells(study, scale, planned_seeds, loaded, [*extra, f"study={study.key(scale)}"])
     runs = Path(next(iter(loaded.values())).config.paths.runs)
+    if (obstacle := unwritable(runs)) is not None:
+        raise ConfigError([Problem("paths.runs", str(runs), obstacle)])
     before = find_plan(runs, study.name, scale)
     found = _folders_by_run(runs)
     plan = register(
@@ -217,6 +223,32 @@ def run_pilot(planned: PlannedStudy, num_seeds: int = NUM_PILOT_SEEDS) -> int:
 
 # --- checking ---
 
+OWN_KEYS: Mapping[str, str] = {
+    "seed": "the study file says which seeds are run",
+    "arm": "the study sets it; its file says which arms are run",
+    "study": "the study sets it",
+    "rerun": "a study runs what is missing; python -m routing_lab.train ... rerun=true trains one cell afresh",
+}
+
+
+def _refuse_own_keys(study: Study, extra: Sequence[str]) -> None:
+    """Refuse overrides of what the study itself sets, which would have no effect."""
+    lines = []
+    for text in extra:
+        key, _, value = text.lstrip("+~").partition("=")
+        if key in OWN_KEYS:
+            lines.append(str(Problem(key, value, OWN_KEYS[key])))
+    if lines:
+        raise StudyError(study.name, lines)
+
+
+def _check_metric(study: Study, loaded: Mapping[str, Loaded]) -> None:
+    """Refuse a metric that no record of the shipped tasks can have."""
+    are_shipped = all(arm.config.task.class_path.startswith("routing_lab.") for arm in loaded.values())
+    if are_shipped and not is_declared(study.metric):
+        hint = alternatives(study.metric, [*(f"test/{name}" for name in QUANTITIES), *COSTS], "known: ")
+        raise StudyError(study.name, [f"metric={study.metric!r}: no run records it; {hint}"])
+
 
 def _checked_arms(
     study: Study, scale: str, extra: Sequence[str], hydra: Sequence[str], composer: Composer
@@ -224,7 +256,8 @@ def _checked_arms(
     loaded: dict[str, Loaded] = {}
     lines, problems = [], []
     for arm in study.arms:
-        overrides = [*study.overrides(arm, scale, extra), f"seed={study.planned_seeds(scale)[0]}"]
+        own = [f"study={study.key(scale)}", f"arm={arm}", f"seed={study.planned_seeds(scale)[0]}"]
+        overrides = [*study.overrides(arm, scale, extra), *own]
         try:
             loaded[arm] = check_overrides(composer, [*hydra, *overrides])
         except ConfigError as error:

@@ -84,6 +84,7 @@ def test_the_folder_of_a_sweep_is_named_after_what_is_run() -> None:
 
 def test_parallel_launchers_share_the_processors_out(monkeypatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setattr("shutil.which", lambda program: program)  # SLURM's, where there is none
 
     def threads(jobs: int, *overrides: str) -> int | None:
         return shares(command("seed=0,1", *overrides).launcher, jobs)[0]

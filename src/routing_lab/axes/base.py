@@ -25,7 +25,14 @@ if TYPE_CHECKING:
 Fraction: TypeAlias = Annotated[float, Field(gt=0, le=1)]
 Positive: TypeAlias = Annotated[int, Field(ge=1)]
 Index: TypeAlias = Annotated[int, Field(ge=0)]
-Name: TypeAlias = Annotated[str, Field(min_length=1, pattern=r"^[\w.=+-]+$")]
+Seed: TypeAlias = Annotated[int, Field(ge=0, lt=2**64)]
+
+NAME = r"^[^\W.=+-][\w.=+-]{0,99}$"
+"""What a name of a run, an arm or a member is: it goes into file names, tables and overrides as it is."""
+
+NAME_IN_WORDS = "at most 100 letters, digits and . _ = + -, the first a letter, a digit or _"
+
+Name: TypeAlias = Annotated[str, Field(pattern=NAME)]
 Refusal: TypeAlias = tuple[str, Any, str]
 """Config key, its value, and why it cannot be run."""
 

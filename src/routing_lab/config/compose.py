@@ -10,6 +10,7 @@ import hashlib
 import os
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,8 @@ class Composer:
         config_name: str | None = None,
     ) -> None:
         setup_globals()
+        if config_path is not None and not Path(config_path).is_dir():
+            raise ConfigError([Problem("--config-path", str(config_path), "no such folder")])
         search_path = create_config_search_path(str(config_path or conf_path()))
         if config_dir is not None:
             folder = Path(config_dir).absolute()
@@ -65,6 +68,10 @@ class Composer:
             search_path.prepend("command-line", f"file://{folder}", SearchPathQuery(provider="schema"))
         self.loader = ConfigLoaderImpl(search_path)
         self._name = config_name or PRIMARY
+        known = [name for name in self.members("") if not name.startswith("_")]
+        if self._name.removesuffix(".yaml") not in known:
+            hint = alternatives(self._name, known, "there are ")
+            raise ConfigError([Problem("--config-name", self._name, f"no such configuration; {hint}")])
 
     def compose(self, overrides: Sequence[str]) -> tuple[DictConfig, list[Problem]]:
         """The configuration without the overrides that are at fault, `hydra` node included, and these as problems.
@@ -89,10 +96,9 @@ class Composer:
         parsed: list[tuple[str, Override]] = []
         for text in overrides:
             try:
-                parsed.append((text, parse([text])[0]))
-            except COMPOSITION_ERRORS as error:
-                key, _, value = text.partition("=")
-                problems.append(Problem(key, value, f"is not a valid override: {_reason(error)}"))
+                parsed.append((text, parse_one(text)))
+            except ConfigError as error:
+                problems += error.problems
         accepted: list[str] = []
         failed_groups: set[str] = set()
         for text, override in sorted(parsed, key=lambda item: not self._is_group(item[1])):
@@ -116,7 +122,7 @@ class Composer:
 
     def sweep_dir(self, overrides: Sequence[str]) -> str:
         """The folder that a sweep with these overrides writes its table to."""
-        return str(self.multirun_config(overrides).hydra.sweep.dir)
+        return os.path.expanduser(str(self.multirun_config(overrides).hydra.sweep.dir))
 
     def multirun_config(self, overrides: Sequence[str]) -> DictConfig:
         """The configuration of a multirun, `hydra` node included, as Hydra's launchers take it."""
@@ -174,6 +180,22 @@ class Composer:
 def parse(overrides: Iterable[str]) -> list[Override]:
     """Hydra's parse of command-line overrides. Raises HydraException on a syntax error."""
     return OverridesParser.create().parse_overrides(list(overrides))
+
+
+def parse_one(text: str) -> Override:
+    """Hydra's parse of one override. Raises ConfigError, which says how to quote where that is what is missing."""
+    key, _, value = text.partition("=")
+    try:
+        if text.startswith("="):
+            raise ValueError("a key is expected before the =")
+        return parse([text])[0]
+    except COMPOSITION_ERRORS as error:
+        message = f"is not a valid override: {_reason(error)}"
+        quoted = f"{key}='{value}'"
+        with suppress(*COMPOSITION_ERRORS):
+            if value and "'" not in value and parse([quoted])[0].value() == value:
+                message += f'; such a value is quoted once for the shell and once for Hydra: "{quoted}"'
+        raise ConfigError([Problem(key, value, message)]) from None
 
 
 def expand(overrides: Sequence[str]) -> list[list[str]]:

@@ -11,6 +11,9 @@ from typing import Any
 from routing_lab.config.schema import Config
 from routing_lab.keys import LATER, VOLATILE
 
+MOST_BYTES = 180
+"""Of a run's name in the name of its folder, to which locks and replaced runs add their own."""
+
 
 def identity(resolved: Mapping[str, Any]) -> str:
     """Ten hexadecimal digits: SHA-256 of the canonical JSON of a resolved configuration without its volatile keys."""
@@ -43,7 +46,9 @@ def run_name(config: Config) -> str:
 
 def run_folder(config: Config, resolved: Mapping[str, Any]) -> Path:
     """Where a run is kept: `<paths.runs>/<name>-<hash>`."""
-    return Path(config.paths.runs) / f"{run_name(config)}-{identity(resolved)}"
+    # Names that are put together may exceed what a file system takes; the hash still tells them apart.
+    name = run_name(config).encode()[:MOST_BYTES].decode(errors="ignore")
+    return Path(config.paths.runs) / f"{name}-{identity(resolved)}"
 
 
 def _without(resolved: dict[str, Any], path: str, value: Any = ...) -> dict[str, Any]:

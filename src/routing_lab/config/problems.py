@@ -14,6 +14,8 @@ import annotated_types
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from routing_lab.axes.base import NAME, NAME_IN_WORDS
+
 _ABSENT = object()
 
 
@@ -72,6 +74,11 @@ def one_line(text: str) -> str:
 def printable(text: str) -> str:
     """Text whose unprintable characters, which could steer a terminal, are written out as in Python."""
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def lines_of(error: Exception) -> str:
+    """What an error says, line by line, without characters that could steer a terminal."""
+    return "\n".join(printable(line) for line in str(error).splitlines())
 
 
 def alternatives(given: str, known: Iterable[str], what: str = "", most: int | None = None) -> str:
@@ -177,6 +184,6 @@ def _limits(metadata: Sequence[Any]) -> str:
                 words.append(f"of at least {length} entries")
             case annotated_types.MaxLen(max_length=length):
                 words.append(f"of at most {length} entries")
-            case _ if getattr(item, "pattern", None):
-                words.append("of letters, digits and . _ = + -")
+            case _ if getattr(item, "pattern", None) == NAME:
+                words.append(f"of {NAME_IN_WORDS}")
     return " " + " and ".join(words) if words else ""

@@ -35,11 +35,14 @@ from routing_lab.config.training import (
     DenseInit,
     InitConfig,
     PretrainedInit,
+    RuntimeConfig,
     ScratchInit,
     TrackingConfig,
     TrainConfig,
 )
 from routing_lab.data.inspect import inspect as inspect_data
+from routing_lab.data.inspect import num_train
+from routing_lab.data.layout import DataProblem
 from routing_lab.data.schema import DATA_SETS, DataConfig
 
 # --- refusals: backbone ---
@@ -266,6 +269,37 @@ def data_exist(data: DataConfig) -> Iterator[Problem]:
         yield Problem.of(key, value, one_line(message))
 
 
+def batches_can_be_mixed(data: DataConfig, train: TrainConfig, runtime: RuntimeConfig) -> Iterator[Problem]:
+    """A training batch divides into accumulated batches and processes, and these into pairs where they are mixed."""
+    parts = train.accumulate * runtime.devices * (2 if train.mixup or train.cutmix else 1)
+    if not train.epochs or parts == 1:
+        return
+    try:
+        number = num_train(data)
+    except DataProblem:
+        return
+    is_one_batch = number is not None and number < train.batch_size
+    if (number or 0) < parts if is_one_batch else train.batch_size % parts:
+        names = [f"train.accumulate={train.accumulate}"] if train.accumulate > 1 else []
+        names += [f"runtime.devices={runtime.devices}"] if runtime.devices > 1 else []
+        names += ["pairs to mix"] if train.mixup or train.cutmix else []
+        message = f"cannot be divided for {' and '.join(names)}; expected a multiple of {parts}"
+        yield Problem.of("train.batch_size", train.batch_size, message)
+
+
+def precision_is_there(train: TrainConfig, runtime: RuntimeConfig) -> Iterator[Problem]:
+    """A processor has no mixed precision in 16-bit floats; Lightning would take another one in its place."""
+    if train.precision == "16-mixed" and runtime.accelerator == "cpu":
+        yield Problem.of("train.precision", "16-mixed", "is not there on runtime.accelerator=cpu; use bf16-mixed or 32")
+
+
+def patches_stay(data: DataConfig, train: TrainConfig) -> Iterator[Problem]:
+    """Augmentation does not move the patches that spell the class of a planted image."""
+    if data.knows_informative and train.augment in ("standard", "randaugment"):
+        message = f"moves what data={data.name} planted away from its mask; use none"
+        yield Problem.of("train.augment", train.augment, message)
+
+
 def shipped_task(task: TaskConfig) -> TaskFacts | None:
     """Facts about a task that ships; None: its class is from outside the package."""
     known = TASKS.get(task.name)
@@ -372,6 +406,9 @@ REFUSALS: tuple[Check, ...] = (
     scaling_fits,
     losses_fit,
     data_exist,
+    batches_can_be_mixed,
+    precision_is_there,
+    patches_stay,
     task_exists,
     task_takes,
     recipe_fits_task,

@@ -135,6 +135,17 @@ def losses_change_something(
             yield f"losses={name} adds a constant: router={router.name} knows no halting"
 
 
+def patches_are_covered(data: DataConfig, train: TrainConfig) -> Iterator[str]:
+    """Augmentation that hides or mixes the patches that spell the class of a planted image."""
+    for key in ("erasing", "mixup", "cutmix"):
+        value = getattr(train, key)
+        if data.knows_informative and value and train.epochs:
+            yield (
+                f"train.{key}={value:g} takes out or mixes planted patches, so that the mask no longer says where the "
+                "class is"
+            )
+
+
 def about_data(data: DataConfig, train: TrainConfig) -> Iterator[str]:
     """What was left out of the data, and splits that say less than they seem to."""
     yield from data_remarks(data, train)
@@ -147,5 +158,6 @@ REMARKS: tuple[Check, ...] = (
     later_tokens_are_seen,
     losses_change_something,
     warmup_ends,
+    patches_are_covered,
     about_data,
 )

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, SerializeAsAny
+from pydantic import Field, SerializeAsAny, field_validator
 
-from routing_lab.axes.base import Index, Member, Name, Outside, Positive, Strict
+from routing_lab.axes.base import Index, Member, Name, Outside, Positive, Seed, Strict
 from routing_lab.axes.bypasses import BypassConfig
 from routing_lab.axes.capacities import CapacityConfig
 from routing_lab.axes.facts import BackboneFacts
@@ -153,6 +154,11 @@ class PathsConfig(Strict):
     runs: str = Field(min_length=1)
     data: str = Field(min_length=1)
 
+    @field_validator("runs")
+    @classmethod
+    def _at_home(cls, runs: str) -> str:
+        return os.path.expanduser(runs)
+
 
 class Config(Strict):
     """A whole, checked configuration; `routing_lab.config.load` and `check` make it."""
@@ -170,7 +176,7 @@ class Config(Strict):
     data: DataConfig
     init: InitConfig
     train: TrainConfig
-    seed: Index
+    seed: Seed
     method: Name | None
     study: Name | None
     arm: Name | None

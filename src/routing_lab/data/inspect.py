@@ -59,7 +59,7 @@ def remarks(data: Any, train: Any) -> Iterator[str]:
         data: a `data` node without problems.
         train: the `train` node; `batch_size` is read.
     """
-    number = _num_train(data)
+    number = num_train(data)
     if data.name == "image_folder":
         layout = check_image_folder(data)
         yield from layout.notes
@@ -69,6 +69,14 @@ def remarks(data: Any, train: Any) -> Iterator[str]:
             f"train.batch_size={train.batch_size} is above the {number} training examples of data={data.name}: every"
             " epoch is one step with all of them"
         )
+
+
+def num_train(data: Any) -> int | None:
+    """Training examples, where the configuration or a listing tells them."""
+    if data.name == "image_folder":
+        layout = check_image_folder(data)
+        return len(splits_of(data, layout)["train"]) - len(dropped_repeats(data, layout).get("train", ()))
+    return getattr(data, "num_train", None)
 
 
 def _about_contents(data: Any, layout: FolderLayout) -> Iterator[str]:
@@ -90,14 +98,6 @@ def _about_contents(data: Any, layout: FolderLayout) -> Iterator[str]:
         if absent:
             more = f" and {len(absent) - 3} more" if len(absent) > 3 else ""
             yield f"data.path={data.path}: {split} has no image of {', '.join(absent[:3])}{more}"
-
-
-def _num_train(data: Any) -> int | None:
-    """Training examples, where the configuration or a listing tells them."""
-    if data.name == "image_folder":
-        layout = check_image_folder(data)
-        return len(splits_of(data, layout)["train"]) - len(dropped_repeats(data, layout).get("train", ()))
-    return getattr(data, "num_train", None)
 
 
 def check_image_folder(data: Any) -> FolderLayout:

@@ -47,7 +47,7 @@ class _Carved(_Images):
     """Sets without a validation split of their own: it is carved out of the training split, stratified by class."""
 
     val_fraction: float = Field(gt=0, lt=1, description="part of the training split that becomes `val`")
-    split_seed: int = Field(ge=0, description="seed of the carved split; the run's seed does not enter")
+    split_seed: int = Field(ge=0, lt=2**64, description="seed of the carved split; the run's seed does not enter")
 
 
 class _Files(_Images):
@@ -171,7 +171,7 @@ class PlantedData(_Images):
     num_train: int = Field(ge=1)
     num_val: int = Field(ge=1)
     num_test: int = Field(ge=1)
-    seed: int = Field(ge=0, description="seed of patterns and images; the run's seed does not enter")
+    seed: int = Field(ge=0, lt=2**64, description="seed of patterns and images; the run's seed does not enter")
 
     @property
     def grid(self) -> int:

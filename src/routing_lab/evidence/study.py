@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, field_validator, model_validator
 
+from routing_lab.axes.base import NAME, NAME_IN_WORDS
 from routing_lab.evidence import formatting
 from routing_lab.evidence.arms import differing_keys, differing_things
 from routing_lab.evidence.rules import (
@@ -478,6 +479,8 @@ def load_study(path: Path | str) -> Study:
         content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except FileNotFoundError:
         raise StudyError(str(path), ["no such file"]) from None
+    except OSError as error:
+        raise StudyError(str(path), [error.strerror or str(error)]) from None
     except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
         raise StudyError(str(path), [f"not YAML: {' '.join(str(error).split())}"]) from error
     if not isinstance(content, dict):
@@ -579,6 +582,8 @@ def _arm_problems(study: Study) -> list[str]:
         if unknown:
             problems.append(f"{where}={unknown}: no such arm; {known} are there")
 
+    odd = [arm for arm in study.arms if not re.match(NAME, arm)]
+    problems += [f"arms.{arm}: the name of an arm is {NAME_IN_WORDS}" for arm in odd]
     check("reference", [study.reference])
     for name, contrast in study.contrasts.items():
         check(f"contrasts.{name}.arms", contrast.arms)

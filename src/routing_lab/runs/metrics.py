@@ -89,6 +89,12 @@ COSTS = _declared(
 THROUGHPUTS = tuple(key for key in COSTS if key.endswith("_per_second"))
 
 
+def is_declared(key: str) -> bool:
+    """Whether a record of a shipped task may hold this key."""
+    split, _, name = key.partition("/")
+    return key in COSTS or (split in SPLITS and name in QUANTITIES)
+
+
 def metric(key: str) -> Metric:
     """The declaration of a record's key, `test/acc` or `cost/params`.
 

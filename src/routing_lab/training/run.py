@@ -29,7 +29,7 @@ from routing_lab.config.training import CheckpointInit, TrainConfig
 from routing_lab.data.state import WAYS_ON, changed_inputs, data_state
 from routing_lab.runs.folder import RunFolder
 from routing_lab.runs.records import FAILED, FINISHED, INTERRUPTED, is_finished, new_record
-from routing_lab.tasks.base import Task, check_optimizer
+from routing_lab.tasks.base import Task
 from routing_lab.training.callbacks import (
     LIGHTNING_LOGGERS,
     Bar,
@@ -45,6 +45,7 @@ from routing_lab.training.environment import command_line, environment, git_stat
 from routing_lab.training.initialisation import initialise
 from routing_lab.training.readout import solve_head
 from routing_lab.training.signals import Stopped, stoppable
+from routing_lab.training.surroundings import check_surroundings
 from routing_lab.training.tracking import Described, Tracking
 from routing_lab.training.weights import load_weights, read_weights
 
@@ -74,7 +75,11 @@ def run_cell(
         `status` (`finished`, `failed` or `interrupted`), `folder`, `record`, `error` (one line, None without),
         `signal` (what interrupted it, None without) and `trained` (False for a run that was already finished).
         Failures of training are returned, not raised.
+
+    Raises:
+        ConfigError: this machine or its libraries lack what the configuration asks for; nothing was written.
     """
+    check_surroundings(config)
     folder = RunFolder(run_folder(config, resolved), writes=_is_first_process())
     result: dict[str, Any] = {"folder": folder.path, "error": None, "signal": None, "trained": False}
     try:
@@ -163,7 +168,6 @@ def _train_and_test(
     group: str | None,
     tracking: Tracking,
 ) -> dict[str, Any]:
-    check_optimizer(config.train.optimizer)
     task_class: type[Task] = locate(config.task.class_path)
     data = task_class.build_data(config)
     outputs = task_class.outputs(data)
