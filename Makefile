@@ -16,7 +16,7 @@ BIN := $(VENV)/bin
 # An environment is up to date as long as it was made from this very pyproject.toml, in this checkout.
 STAMP := $(VENV)/.installed-$(shell { pwd; cat pyproject.toml; } | cksum | cut -d' ' -f1)
 
-.PHONY: help demo test lint format bench install install-dev clean
+.PHONY: help demo test lint format bench evidence install install-dev clean
 
 help: ## print this list
 	@echo "targets (VENV=$(VENV), PYTHON=$(PYTHON)):"
@@ -40,6 +40,9 @@ format: install-dev ## let ruff format and fix what it can
 
 bench: install-dev ## run the benchmarks
 	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python "$$file"; done
+
+evidence: install ## write pages, tables and figures of the committed studies again, and "What we found"
+	$(BIN)/python scripts/evidence.py
 
 install: $(STAMP) ## environment and package
 install-dev: $(STAMP)-dev ## environment and package with development extras
