@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tests.routing.tiny import vit
 
 import routing_lab
@@ -15,6 +16,7 @@ from routing_lab.config import Loaded, check, identity, load, run_name
 from routing_lab.config.isoflop import full_size
 from routing_lab.cost.macs import dense_macs
 from routing_lab.cost.measure import vision_shape
+from routing_lab.runs.folder import RunFolder
 from routing_lab.training.initialisation import initialise
 
 
@@ -104,10 +106,10 @@ def test_layers_that_stay_keep_their_weights(rule: str, layers: list[int], tmp_p
     dense = build_model(whole, 10)
     for parameter in dense.parameters():
         torch.nn.init.normal_(parameter)
-    path = tmp_path / "run" / "checkpoints" / "final.pt"
-    path.parent.mkdir(parents=True)
-    torch.save(dense.state_dict(), path)
-    model, record, warnings = initialise(small.config, 10, path)
+    folder = RunFolder(tmp_path / "run")
+    folder.prepare()
+    save_file(dense.state_dict(), folder.final)
+    model, record, warnings = initialise(small.config, 10, folder)
     assert (record["kind"], warnings) == ("dense", [])
     state, given = model.state_dict(), dense.state_dict()
     assert torch.equal(state["patch_embed.proj.weight"], given["patch_embed.proj.weight"])

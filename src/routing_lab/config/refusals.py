@@ -35,6 +35,7 @@ from routing_lab.config.training import (
     DenseInit,
     InitConfig,
     PretrainedInit,
+    RunInit,
     RuntimeConfig,
     ScratchInit,
     TrackingConfig,
@@ -359,6 +360,17 @@ def checkpoint_exists(init: InitConfig) -> Iterator[Problem]:
         yield Problem.of("init.readout", True, "a dense run from random weights learns its head; give init.path too")
 
 
+def run_that_goes_on_is_there(init: InitConfig) -> Iterator[Problem]:
+    """The run that goes on is named in one way, and has finished."""
+    if not isinstance(init, RunInit):
+        return
+    if (init.run is None) == (init.epochs is None):
+        message = "give the folder of a finished run, or init.epochs, how long this configuration was trained before"
+        yield Problem.of("init.run", init.run, message)
+    elif (named := init.file()) is not None and not named[2].is_file():
+        yield Problem.of("init.run", init.run, f"no finished run (there is no {named[2].absolute()})")
+
+
 def dense_run_is_trained(init: InitConfig, train: TrainConfig) -> Iterator[Problem]:
     """Adapting a dense run without training leaves open how long that dense run was trained."""
     if isinstance(init, DenseInit) and train.epochs == 0 and init.epochs is None:
@@ -413,6 +425,7 @@ REFUSALS: tuple[Check, ...] = (
     task_takes,
     recipe_fits_task,
     checkpoint_exists,
+    run_that_goes_on_is_there,
     dense_run_is_trained,
     isoflop_fits,
     teacher_is_trained,

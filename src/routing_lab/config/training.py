@@ -5,6 +5,7 @@ Plain pydantic models, read by `routing_lab.config`; nothing here imports torch.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
@@ -92,19 +93,27 @@ class TrainConfig(_Strict):
         return self.distill != "none" or self.distill_tokens != "none"
 
 
-class ScratchInit(_Strict):
+class _Init(_Strict):
+    """What a run starts from."""
+
+    def file(self) -> tuple[str, str, Path] | None:
+        """The file of weights that the configuration names: its key, the value there and the path; None without."""
+        return None
+
+
+class ScratchInit(_Init):
     """Random weights from the initialisation stream of the seed."""
 
     kind: Literal["scratch"]
 
 
-class PretrainedInit(_Strict):
+class PretrainedInit(_Init):
     """The weights timm publishes for `backbone.timm_name`."""
 
     kind: Literal["pretrained"]
 
 
-class CheckpointInit(_Strict):
+class CheckpointInit(_Init):
     """Weights from a file: safetensors, or a torch file that loads with `weights_only=True`."""
 
     kind: Literal["checkpoint"]
@@ -116,8 +125,11 @@ class CheckpointInit(_Strict):
         default=False, description="the head in closed form: ridge regression on the training split's features"
     )
 
+    def file(self) -> tuple[str, str, Path] | None:
+        return "init.path", self.path, Path(self.path).expanduser()
 
-class DenseInit(_Strict):
+
+class DenseInit(_Init):
     """The weights of the dense run of the same backbone, data, recipe and seed, trained first if it is missing."""
 
     kind: Literal["dense"]
@@ -128,7 +140,25 @@ class DenseInit(_Strict):
     readout: bool = Field(default=False, description="the dense run gets its head in closed form; needs init.path")
 
 
-InitConfig = Annotated[ScratchInit | PretrainedInit | CheckpointInit | DenseInit, Field(discriminator="kind")]
+class RunInit(_Init):
+    """The weights of a finished run: one in a folder, or that of this configuration with another number of epochs."""
+
+    kind: Literal["run"]
+    run: str | None = Field(min_length=1, description="folder of the run")
+    epochs: int | None = Field(
+        ge=0, description="epochs of the run of this configuration, from scratch, that goes on; instead of a folder"
+    )
+
+    def file(self) -> tuple[str, str, Path] | None:
+        return None if self.run is None else ("init.run", self.run, final_weights(self.run))
+
+
+def final_weights(folder: str | Path) -> Path:
+    """Where a run folder holds the weights that were tested."""
+    return Path(folder).expanduser() / "checkpoints" / "final.safetensors"
+
+
+InitConfig = Annotated[ScratchInit | PretrainedInit | CheckpointInit | DenseInit | RunInit, Field(discriminator="kind")]
 
 
 class RuntimeConfig(_Strict):

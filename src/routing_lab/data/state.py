@@ -187,11 +187,12 @@ def changed_inputs(record: Mapping[str, Any], config: Any) -> list[tuple[str, An
         key = next((name for name in ("path", "root") if hasattr(config.data, name)), "name")
         message = f"is not the data of {record['name']}: {found}; {WAYS_ON}"
         problems.append((f"data.{key}", getattr(config.data, key), message))
-    if hasattr(config.init, "path"):
-        found = changed_file(record["init"].get("file"), Path(config.init.path).expanduser(), full)
+    if (named := config.init.file()) is not None:
+        key, value, path = named
+        found = changed_file(record["init"].get("file"), path, full)
         if found is not None:
             message = f"is not the file that {record['name']} started from: {found}; {WAYS_ON}"
-            problems.append(("init.path", config.init.path, message))
+            problems.append((key, value, message))
     elif record["init"].get("file") is not None and isinstance(record["init"].get("source"), str):
         weights = Path(config.paths.runs) / Path(record["init"]["source"]).name / "checkpoints" / "final.safetensors"
         found = changed_file(record["init"]["file"], weights, full) if weights.exists() else None

@@ -1,4 +1,4 @@
-"""The weights a run starts from: random, published, from a file, or from the dense run of the same seed."""
+"""The weights a run starts from: random, published, from a file, from the dense run of the same seed, or any run."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from routing_lab.assembly import build_model
-from routing_lab.config.training import CheckpointInit, DenseInit, PretrainedInit
+from routing_lab.config.training import CheckpointInit, PretrainedInit, RunInit
 from routing_lab.data.state import file_state
+from routing_lab.runs.folder import RunFolder
+from routing_lab.runs.records import is_finished, read_record
 from routing_lab.training.weights import Fit, load_weights, read_weights
 
 if TYPE_CHECKING:
@@ -20,18 +22,19 @@ if TYPE_CHECKING:
 
 
 def initialise(
-    config: Config, num_classes: int, dense: Path | None = None
+    config: Config, num_classes: int, trained: RunFolder | None = None
 ) -> tuple[nn.Module, dict[str, Any], list[str]]:
     """Build the routed model and give it its initial weights.
 
     Args:
         config: the run's configuration.
         num_classes: outputs of the head.
-        dense: weights of the dense run, for `init=dense`.
+        trained: the run that this one starts from, for `init=dense` and `init=run`.
 
     Returns:
         The model; the record's `init` section (`kind`, `hash` of the backbone's initial weights, the source, of a file
-        its state and what was taken from it); warnings.
+        its state and what was taken from it; with `init=run` also `ancestry`, the runs before this one, oldest first);
+        warnings.
 
     Raises:
         ValueError: weights that are missing, unreadable or of another architecture.
@@ -50,15 +53,31 @@ def initialise(
         state, warnings = read_weights(file, config.init.entry)
         fit = load_weights(model, _layers_that_stay(state, config))
         warnings = [*warnings, *fit.warnings, f"init.path={source}: {fit}"]
-    elif isinstance(config.init, DenseInit):
-        assert dense is not None, "init=dense needs the dense run's weights"
-        source, file = dense.parent.parent.name, dense
-        fit = load_weights(model, _layers_that_stay(read_weights(dense)[0], config))
+    elif trained is not None:
+        source, file = trained.path.name, trained.final
+        fit = load_weights(model, _layers_that_stay(read_weights(file)[0], config))
         warnings = fit.warnings
     init: dict[str, Any] = {"kind": config.init.kind, "source": source, "hash": weights_hash(model.backbone)}
     if file is not None and fit is not None:
         init |= {"file": file_state(file), "tensors": fit.summary()}
+    if isinstance(config.init, RunInit):
+        assert trained is not None
+        init["ancestry"] = _ancestry(trained)
     return model, init, warnings
+
+
+def _ancestry(run: RunFolder) -> list[dict[str, Any]]:
+    """A run and those it went on from, oldest first: name, identity and epochs of each.
+
+    Raises:
+        ValueError: it has not finished.
+    """
+    record = read_record(run.path)
+    if not is_finished(record):
+        raise ValueError(f"init.run={run.path}: the run is {record['status']}, not finished")
+    epochs = record["config"].get("train", {}).get("epochs")
+    one = {"name": record["name"], "run_id": record["run_id"], "epochs": epochs}
+    return [*record["init"].get("ancestry", []), one]
 
 
 def weights_hash(module: nn.Module) -> str:

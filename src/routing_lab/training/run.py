@@ -11,7 +11,6 @@ import warnings as python_warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -25,7 +24,7 @@ from routing_lab.axes.base import locate
 from routing_lab.config import Config, Loaded, check, identity, load, run_folder, run_name
 from routing_lab.config.isoflop import full_size
 from routing_lab.config.problems import Problem
-from routing_lab.config.training import CheckpointInit, TrainConfig
+from routing_lab.config.training import CheckpointInit, RunInit, TrainConfig
 from routing_lab.data.state import WAYS_ON, changed_inputs, data_state
 from routing_lab.runs.folder import RunFolder
 from routing_lab.runs.records import FAILED, FINISHED, INTERRUPTED, is_finished, new_record
@@ -117,6 +116,14 @@ def dense_cell(config: Config, resolved: Mapping[str, Any]) -> Loaded:
     return check(OmegaConf.create(node))
 
 
+def shorter_cell(config: Config, resolved: Mapping[str, Any]) -> Loaded | None:
+    """The run from scratch that goes on with `init=run init.epochs=...`; None where another run starts this one."""
+    if not isinstance(config.init, RunInit) or config.init.epochs is None:
+        return None
+    train = {**resolved["train"], "epochs": config.init.epochs}
+    return check(OmegaConf.create({**resolved, "train": train, "init": {"kind": "scratch"}, "rerun": False}))
+
+
 # --- one run, under its lock ---
 
 
@@ -175,11 +182,15 @@ def _train_and_test(
     files = data_state(config.data, full=config.runtime.verify == "content")
     _check_same("data", record["data"].get("fingerprint"), seen["fingerprint"])
     record["data"] = seen | ({} if files is None else {"files": files})
-    dense: Path | None = None
+    dense: RunFolder | None = None
     from_dense_run = config.train.distils and config.train.distill_teacher == "dense"
     if config.init.kind == "dense" or from_dense_run:
-        dense = _dense_weights(dense_cell(config, resolved), command, group)
-    model, init, found = initialise(config, outputs, dense)
+        dense = _trained(dense_cell(config, resolved), command, group)
+    trained = dense if config.init.kind == "dense" else None
+    if isinstance(config.init, RunInit):
+        shorter = shorter_cell(config, resolved)
+        trained = RunFolder(str(config.init.run)) if shorter is None else _trained(shorter, command, group)
+    model, init, found = initialise(config, outputs, trained)
     if init["source"] is not None:
         _check_same("initial weights", record["init"].get("hash"), init["hash"])
     if isinstance(config.init, CheckpointInit) and config.init.readout:
@@ -191,7 +202,7 @@ def _train_and_test(
         teacher = build_model(dense_cell(config, resolved).config, outputs)
         if from_dense_run:
             assert dense is not None
-            load_weights(teacher, read_weights(dense)[0])
+            load_weights(teacher, read_weights(dense.final)[0])
         else:
             teacher.load_state_dict(model.get_submodule("backbone").state_dict())
 
@@ -297,8 +308,8 @@ def _check_same(what: str, before: str | None, now: str) -> None:
         )
 
 
-def _dense_weights(cell: Loaded, command: str, group: str | None) -> Path:
-    """Weights of the dense run, which is trained now if it is missing.
+def _trained(cell: Loaded, command: str, group: str | None) -> RunFolder:
+    """The folder of a run that another one needs, trained now if it is missing.
 
     Raises:
         Stopped: when it was interrupted.
@@ -308,8 +319,8 @@ def _dense_weights(cell: Loaded, command: str, group: str | None) -> Path:
     if result["signal"] is not None:
         raise Stopped(result["signal"])
     if result["status"] != FINISHED:
-        raise RuntimeError(f"the dense run {result['folder']} that this one needs failed: {result['error']}")
-    return RunFolder(result["folder"]).final
+        raise RuntimeError(f"the run {result['folder']} that this one needs failed: {result['error']}")
+    return RunFolder(result["folder"])
 
 
 # --- Lightning ---
