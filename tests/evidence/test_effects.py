@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.evidence.synthetic import write_run
 from tests.evidence.test_statistics import GOLDEN
 from tests.evidence.test_study import ARMS, content
 
+from routing_lab.evidence import statistics
 from routing_lab.evidence.study import parse_study
 from routing_lab.evidence.verdict import evaluate
 from routing_lab.runs.records import read_records
@@ -41,6 +44,63 @@ def test_main_effects_and_interaction_of_crossed_factors(tmp_path: Path) -> None
         expected, effect = case["expected"][golden], effects[name]
         assert effect.estimate == pytest.approx(expected["mean"], rel=1e-9)
         assert [effect.low, effect.high] == pytest.approx(expected["ci"], rel=1e-9)
+
+
+def test_pairing_is_worth_what_it_saves(tmp_path: Path) -> None:
+    """A spread that both arms share falls out of their difference: so many more unpaired seeds would be needed."""
+    rng = np.random.default_rng(0)
+    for seed in range(6):
+        shared = rng.normal(0, 0.03)
+        for arm, changes in ARMS.items():
+            value = 0.8 + shared + rng.normal(0, 0.01)
+            write_run(tmp_path, {**changes, "study": "confound.toy", "arm": arm}, seed, value)
+    result = evaluate(parse_study(content()), read_records(tmp_path))
+    effect = result.effects["source at none"]
+    values = [list(result.arms[arm].values("test/acc").values()) for arm in ("amod_none", "linear_none")]
+    unpaired = np.var(values[0], ddof=1) + np.var(values[1], ddof=1)
+    assert effect.effective_seeds == pytest.approx(6 * unpaired / effect.sd**2)
+    assert effect.effective_seeds > 12
+
+
+def untrained(root: Path, accuracy: dict[str, float], examples: int, order: int = 0) -> None:
+    """Runs whose predictions depend on no seed, as of a model that nothing trains."""
+    rng = np.random.default_rng(order)
+    target = rng.integers(0, 10, examples)
+    ease = rng.random(examples)
+    for number, (arm, changes) in enumerate(ARMS.items()):
+        own = ease + np.random.default_rng([order, number]).normal(0, 0.1, examples)
+        right = own < np.quantile(own, accuracy.get(arm, 0.8))
+        for seed in range(6):
+            record = write_run(root, {**changes, "study": "confound.toy", "arm": arm}, seed, float(right.mean()))
+            prediction = np.where(right, target, (target + 1) % 10)
+            arrays = {"index": np.arange(examples), "target": target, "prediction": prediction, "loss": 1.0 - right}
+            np.savez(root / record["name"] / "predictions.npz", **arrays)
+
+
+def test_where_no_prediction_depends_on_the_seed_arms_are_paired_by_example(tmp_path: Path) -> None:
+    untrained(tmp_path / "large", {"amod_none": 0.86}, 2000)
+    effect = evaluate(parse_study(content()), read_records(tmp_path / "large")).effects["source at none"]
+    assert effect.state_text == "superior"
+    assert effect.estimate == pytest.approx(0.06, abs=1e-3)
+    # As of two proportions of the same examples (McNemar): the width follows from the examples that differ.
+    assert "paired by example" in effect.note
+    assert effect.high - effect.low < 2 * 1.96 * math.sqrt(0.8 * 0.2 * 2 / 2000)
+    assert math.isnan(effect.effective_seeds)
+    # Too few examples differ: no guide, and the seeds have no width.
+    untrained(tmp_path / "small", {"amod_none": 0.82}, 40)
+    small = evaluate(parse_study(content()), read_records(tmp_path / "small")).effects["source at none"]
+    assert small.state_text == "insensitive"
+
+
+def test_intervals_over_examples_hold_what_they_promise() -> None:
+    """Of a thousand test sets drawn, the 95 % interval of the difference misses its true value in about 50."""
+    rng = np.random.default_rng(3)
+    missed = 0
+    for _ in range(1000):
+        kinds = rng.choice([-1.0, 0.0, 1.0], size=400, p=[0.04, 0.9, 0.06])
+        found = statistics.one_sample_t(kinds, 0.95)
+        missed += not found.low <= 0.02 <= found.high
+    assert 30 <= missed <= 72
 
 
 def test_a_factor_with_three_levels_compares_each_with_the_reference() -> None:

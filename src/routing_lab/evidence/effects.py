@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from routing_lab.evidence import formatting, provenance, statistics
 from routing_lab.evidence.arms import Arm
@@ -26,6 +27,9 @@ EQUAL_DIFFERENCES = "equal under all seeds: no estimate of noise"
 """Why differences that agree to the last digit have no interval: a small test set rounds their noise away."""
 
 IDENTICAL = "identical results"
+
+MIN_DISCORDANT = 10
+"""Examples that two arms must treat differently for an interval over examples; of fewer, a t interval is no guide."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,9 @@ class Effect:
     """One estimated effect. `neutral` is the value that means none (0 for a difference, 1 for a ratio).
 
     `low` and `high` are the two-sided interval, `narrow_low` and `narrow_high` that of two one-sided tests, both at
-    the levels that the decision is made at. `values` holds the effect under each seed. `refusal` says why there is no
+    the levels that the decision is made at. `values` holds the effect under each seed; `effective_seeds` is how many
+    unpaired seeds an arm would have given this standard error. Where no prediction depends on the seed `num_examples`
+    says over how many examples `sd` and the intervals are, and is 0 otherwise. `refusal` says why there is no
     estimate, `insensitive` why an estimate says nothing; `is_controlled` is False for a comparison of whole
     configurations, `unequal` in what costs and tokens kept its arms differ; `is_exact` marks a counted quantity that
     was equal under all seeds; `is_withheld` a sign that Holm's adjustment denies.
@@ -68,6 +74,8 @@ class Effect:
     is_controlled: bool = True
     is_exact: bool = False
     is_withheld: bool = False
+    effective_seeds: float = math.nan
+    num_examples: int = 0
     insensitive: str = ""
     unequal: str = ""
     note: str = ""
@@ -177,6 +185,10 @@ def _linear_effect(study: Study, arms: Mapping[str, Arm], empty: Effect, levels:
     metric = formatting.metric(study.metric)
     scale = max(abs(value) for found in values.values() for value in found.values())
     effect = _from_values(empty, per_seed, levels, scale=scale, is_counted=metric.is_exact)
+    if effect.insensitive and study.metric == "test/acc":
+        effect = _over_examples(effect, arms, weights, levels) or effect
+    else:
+        effect = replace(effect, effective_seeds=_effective_seeds(effect, values, weights))
     if metric.kind == "percent":
         effect = replace(effect, insensitive=effect.insensitive or _saturated(study, arms, weights))
     if empty.name in study.contrasts:
@@ -288,6 +300,47 @@ def _saturated(study: Study, arms: Mapping[str, Arm], weights: Mapping[str, floa
     return ""
 
 
+def _effective_seeds(effect: Effect, values: Mapping[str, Mapping[int, float]], weights: Mapping[str, float]) -> float:
+    if effect.n < 2 or not effect.sd > 0:
+        return math.nan
+    apart = sum(weight**2 * np.var(list(values[arm].values()), ddof=1) for arm, weight in weights.items())
+    return float(effect.n * apart / effect.sd**2)
+
+
+def _over_examples(
+    effect: Effect, arms: Mapping[str, Arm], weights: Mapping[str, float], levels: Levels
+) -> Effect | None:
+    """An effect of arms whose predictions depend on no seed, as of models that nothing trains, paired by example.
+
+    Over seeds nothing varies, and an interval over them would have no width; the examples are what is drawn. None where
+    a prediction depends on the seed, the runs kept none of the same examples, or too few of them differ.
+    """
+    correct = _correct([arms[arm] for arm in weights])
+    if correct is None or any((kept != kept[0]).any() for kept in correct):
+        return None
+    differences = sum(weight * kept[0].astype(float) for weight, kept in zip(weights.values(), correct, strict=True))
+    assert isinstance(differences, np.ndarray)
+    if np.count_nonzero(differences) < MIN_DISCORDANT:
+        return None
+    wide = statistics.one_sample_t(differences, 1 - levels.two_sided)
+    narrow = statistics.one_sample_t(differences, 1 - 2 * levels.one_sided)
+    return replace(
+        effect,
+        estimate=wide.mean,
+        low=wide.low,
+        high=wide.high,
+        narrow_low=narrow.low,
+        narrow_high=narrow.high,
+        sd=wide.sd,
+        p=wide.p,
+        p_sign_flip=math.nan,
+        detectable=statistics.minimum_detectable_effect(wide.sd, wide.n, alpha=levels.two_sided),
+        num_examples=wide.n,
+        insensitive="",
+        note=f"paired by example: no prediction depends on the seed; {wide.n} examples",
+    )
+
+
 def _sign_flip(differences: Sequence[float]) -> float:
     if not 1 < len(differences) <= statistics.MAX_EXACT_SIGNS:
         return math.nan
@@ -296,19 +349,25 @@ def _sign_flip(differences: Sequence[float]) -> float:
 
 def _bootstrap(first: Arm, second: Arm) -> Bootstrap | None:
     """Over seeds and examples, where every run kept its predictions of the same examples."""
-    sides = []
-    for arm in (first, second):
-        try:
-            kept = [read_predictions(record) for record in arm.finished.values()]
-        except RecordError:
-            return None
-        sides.append(kept)
-    everything = [predictions for kept in sides for predictions in kept]
+    correct = _correct([first, second])
+    return None if correct is None else statistics.paired_bootstrap(correct[0], correct[1], unit="both")
+
+
+def _correct(arms: Sequence[Arm]) -> list[NDArray[np.bool_]] | None:
+    """For each arm which examples every seed got right, [seeds, examples]; None where runs kept no predictions of the
+    same examples.
+    """
+    try:
+        kept = [[read_predictions(record) for record in arm.finished.values()] for arm in arms]
+    except RecordError:
+        return None
+    everything = [predictions for of_arm in kept for predictions in of_arm]
+    if not everything or not all({"index", "target", "prediction"} <= p.keys() for p in everything):
+        return None
     index, target = everything[0]["index"], everything[0]["target"]
     if not all(np.array_equal(p["index"], index) and np.array_equal(p["target"], target) for p in everything):
         return None
-    correct = [np.stack([p["prediction"] == target for p in kept]) for kept in sides]
-    return statistics.paired_bootstrap(correct[0], correct[1], unit="both")
+    return [np.stack([p["prediction"] == target for p in of_arm]) for of_arm in kept]
 
 
 def _curve_effect(study: Study, arms: Mapping[str, Arm], empty: Effect, levels: Levels) -> Effect:

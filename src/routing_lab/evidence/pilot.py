@@ -188,7 +188,7 @@ def pilot_lines(pilot: Pilot) -> list[str]:
 
 def _forecast(study: Study, effect: Effect, arms: Mapping[str, Arm], levels: Levels, planned: int) -> Forecast:
     seconds = sum(arms[arm].mean("cost/train_seconds") for arm in study.arms_of(effect.name))
-    known = effect.n > 1 and effect.sd > 0 and not effect.is_exact
+    known = effect.n > 1 and effect.sd > 0 and not effect.is_exact and not effect.num_examples
     is_linear = effect.name in study.weights
     nan = math.nan
     interval, half, detectable, seeds = (nan, nan), nan, nan, (0, 0)
@@ -207,6 +207,7 @@ def _forecast(study: Study, effect: Effect, arms: Mapping[str, Arm], levels: Lev
             alpha = study.decision.alpha / study.family.size
             seeds = seeds_for(effect.sd, study.margin.size, alpha, POWER, MOST_SEEDS)
     note = effect.refusal or effect.insensitive or ("counted" if effect.is_exact else "")
+    note = note or ("no prediction depends on the seed: one seed says all" if effect.num_examples else "")
     return Forecast(
         effect.name,
         role(study, effect.name),
@@ -227,7 +228,7 @@ def _pooled(study: Study, effects: Mapping[str, Effect]) -> float:
     squares = [
         2 * effects[name].sd ** 2 / sum(weight**2 for weight in study.weights[name].values())
         for name in study.read_effects
-        if name in study.weights and effects[name].n > 1 and effects[name].sd > 0
+        if name in study.weights and effects[name].n > 1 and effects[name].sd > 0 and not effects[name].num_examples
     ]
     return math.sqrt(math.fsum(squares) / len(squares)) if squares else math.nan
 

@@ -233,6 +233,7 @@ def effects_table(result: StudyResult) -> Table:
                 effect.p_sign_flip,
                 effect.p_holm,
                 Shown(effect.detectable, effect.kind),
+                effect.effective_seeds,
             )
         )
     columns = (
@@ -251,13 +252,15 @@ def effects_table(result: StudyResult) -> Table:
         Column("p_sign_flip", "p (signs)", "p", is_detail=True),
         Column("p_holm", "p (Holm)", "p", is_detail=True),
         Column("detectable", "detectable", "number", is_detail=True),
+        Column("effective_seeds", "worth unpaired seeds", "ratio", is_detail=True),
     )
     margin = f"margin {_size(study, study.margin_size)}" if study.margin else "no margin"
     notes = (
         f"accuracies in percentage points; paired by seed, t intervals; {margin}; superior or inferior by the "
         f"{_percent(1 - levels.two_sided)} interval, equivalent and non-inferior by the "
         f"{_percent(1 - 2 * levels.one_sided)} interval (two one-sided tests); controlled: one thing differs; "
-        "effects that no rule or control reads are exploratory",
+        "effects that no rule or control reads are exploratory; worth unpaired seeds: how many "
+        "seeds of arms that share none would have given this standard error",
     )
     caption = f"Effects in {study.metric}, study {study.name}, scale: {result.scale}"
     return Table("effects", caption, columns, tuple(rows), notes)
@@ -308,6 +311,7 @@ def verdict_record(result: StudyResult) -> dict[str, Any]:
             "p": effect.p,
             "p_holm": effect.p_holm,
             "detectable": effect.detectable,
+            "effective_seeds": effect.effective_seeds,
             "observed": effect.state_text,
             "predicted": study.hypothesis.predicted.get(name),
             "read_by": role(study, name),
