@@ -1,7 +1,9 @@
 """Measure finished runs: `python -m routing_lab.probe RUN... probe=selection [probe.key=value] [sample.count=64]`.
 
-A probe writes what it found into the run's own folder, `<run>/probes/<name>.json` with the arrays behind it in
-`<name>.npz`, and never into the record. The same command again reports; an interrupted one measures what is missing.
+In place of run folders the registration of a study, `runs/studies/<study>.<scale>.registration.jsonl`, stands for all
+its finished cells. A probe writes what it found into the run's own folder, `<run>/probes/<name>.json` with the arrays
+behind it in `<name>.npz`, and never into the record. The same command again reports; an interrupted one measures what
+is missing.
 
 Exit codes: 0 every run was measured; 1 a run could not be; 2 the words were refused and nothing was written; 130
 interrupted.
@@ -14,11 +16,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from omegaconf import OmegaConf
-
 from routing_lab.config import Composer, ConfigError
-from routing_lab.config.compose import plain
+from routing_lab.config.probing import probe_settings
 from routing_lab.config.problems import Problem
+from routing_lab.evidence.registration import read_plan
+from routing_lab.evidence.study import StudyError
+from routing_lab.runs.folder import RunFolder, folders_by_run
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -28,11 +31,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         print(f"{__doc__}\nprobes: {', '.join(Composer(config_name='probe').members('probe'))}")
         sys.exit(0 if words else 2)
     overrides = [word for word in words if "=" in word]
-    folders = [Path(word) for word in words if "=" not in word]
+    places = [Path(word) for word in words if "=" not in word]
     try:
-        settings = settings_of(overrides)
-        _check_folders(folders)
-        sys.exit(_measure(settings, folders))
+        settings = probe_settings(overrides)
+        sys.exit(_measure(settings, _runs(places)))
     except ConfigError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
@@ -41,25 +43,29 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         sys.exit(130)
 
 
-def settings_of(overrides: Sequence[str]) -> dict[str, Any]:
-    """The settings that the words of a command ask for; raises ConfigError with every problem."""
-    config, problems = Composer(config_name="probe").compose(overrides)
-    values, unresolved = plain(OmegaConf.masked_copy(config, ["probe", "sample", "rerun"]))
-    if problems or unresolved:
-        raise ConfigError([*problems, *unresolved])
-    return values
-
-
-def _check_folders(folders: Sequence[Path]) -> None:
-    problems = [
-        Problem("RUN", str(folder), "is no run folder (it has no run.json)")
-        for folder in folders
-        if not (folder / "run.json").is_file()
-    ]
-    if not folders:
+def _runs(places: Sequence[Path]) -> list[Path]:
+    """The run folders that are named, or the finished cells of a study's registration; all problems at once."""
+    found: list[Path] = []
+    problems = []
+    for place in places:
+        if place.suffix == ".jsonl" and place.is_file():
+            try:
+                cells = read_plan(place).cells
+            except StudyError as error:
+                problems.append(Problem("STUDY", str(place), str(error)))
+                continue
+            by_run = folders_by_run(place.parent.parent)
+            folders = [by_run[cell.run_id] for cell in cells if cell.run_id in by_run]
+            found += [folder for folder in folders if RunFolder(folder).finished_record() is not None]
+        elif (place / "run.json").is_file():
+            found.append(place)
+        else:
+            problems.append(Problem("RUN", str(place), "is no run folder (it has no run.json), and no registration"))
+    if not places:
         problems = [Problem("RUN", None, "at least one run folder is expected, as in probe runs/NAME probe=selection")]
     if problems:
         raise ConfigError(problems)
+    return found
 
 
 def _measure(settings: dict[str, Any], folders: Sequence[Path]) -> int:

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +31,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from routing_lab.config import Composer, ConfigError, Loaded, check_overrides, identity, run_folder
 from routing_lab.config.places import unwritable
+from routing_lab.config.probing import probe_settings
 from routing_lab.config.problems import Problem, alternatives, lines_of
 from routing_lab.data.state import changed_inputs
 from routing_lab.evidence import formatting
@@ -40,7 +40,8 @@ from routing_lab.evidence.power import power_lines
 from routing_lab.evidence.registration import Cell, Plan, append, find_plan, plan_path, read_plan, register
 from routing_lab.evidence.study import PILOT_SEEDS, Study, StudyError, check_arms, load_study
 from routing_lab.runs.files import write_json
-from routing_lab.runs.folder import RunFolder
+from routing_lab.runs.findings import PREFIX
+from routing_lab.runs.folder import RunFolder, folders_by_run
 from routing_lab.runs.metrics import COSTS, QUANTITIES, is_declared
 from routing_lab.runs.records import FINISHED, RecordError, read_record, read_records
 from routing_lab.sweeps import failure, launch_cells
@@ -133,7 +134,7 @@ def plan_study(
     if (obstacle := unwritable(runs)) is not None:
         raise ConfigError([Problem("paths.runs", str(runs), obstacle)])
     before = find_plan(runs, study.name, scale)
-    found = _folders_by_run(runs)
+    found = folders_by_run(runs)
     plan = register(
         before,
         study,
@@ -199,6 +200,7 @@ def run(planned: PlannedStudy) -> int:
         missing = [i for i in planned.missing() if plan.cells[i].seed in seeds]
         if missing:
             code, failed = _launch(planned, missing)
+        failed = failed or _probe(planned)
         result = _judge(planned)
         if code or failed or (result.verdict.is_complete and result.verdict.name != "inconclusive"):
             break
@@ -219,6 +221,25 @@ def run_pilot(planned: PlannedStudy, num_seeds: int = NUM_PILOT_SEEDS) -> int:
     if failed:
         print("not finished:", *failed, "The same command runs what is missing.", sep="\n")
     return code or int(bool(failed))
+
+
+def _probe(planned: PlannedStudy) -> list[str]:
+    """Run the study's probes on the cells that have finished; returns a line for each that could not be measured."""
+    if not planned.plan.study.probes:
+        return []
+    from routing_lab.probes.opening import build, run_on
+
+    asked = [build(probe_settings([f"probe={name}", *words])) for name, words in planned.plan.study.probes.items()]
+    failed = []
+    for folder in planned.folders:
+        if RunFolder(folder).finished_record() is None:
+            continue
+        for probe in asked:
+            try:
+                run_on(probe, folder)
+            except ValueError as error:
+                failed.append(f"  {folder.name}: probe={probe.name}: {error}")
+    return failed
 
 
 # --- checking ---
@@ -243,7 +264,12 @@ def _refuse_own_keys(study: Study, extra: Sequence[str]) -> None:
 
 
 def _check_metric(study: Study, loaded: Mapping[str, Loaded]) -> None:
-    """Refuse a metric that no record of the shipped tasks can have."""
+    """Refuse a metric that no record of the shipped tasks can have, or a finding of a probe that is not run."""
+    if study.metric.startswith(PREFIX):
+        probe = study.metric.removeprefix(PREFIX).partition("/")[0]
+        if probe not in study.probes:
+            raise StudyError(study.name, [f"metric={study.metric!r}: name the probe under probes: ({probe})"])
+        return
     are_shipped = all(arm.config.task.class_path.startswith("routing_lab.") for arm in loaded.values())
     if are_shipped and not is_declared(study.metric):
         hint = alternatives(study.metric, [*(f"test/{name}" for name in QUANTITIES), *COSTS], "known: ")
@@ -285,14 +311,6 @@ def _cells(
 def _versions() -> dict[str, Any]:
     """What the registration says of the code that it was made with."""
     return {**{name: version(name) for name in ("routing_lab", "torch", "timm", "lightning")}, "git": git_state()}
-
-
-def _folders_by_run(runs: Path) -> dict[str, Path]:
-    """Run id -> its folder, whatever it is called."""
-    if not runs.is_dir():
-        return {}
-    with os.scandir(runs) as entries:
-        return {entry.name.rsplit("-", 1)[-1]: runs / entry.name for entry in entries if entry.is_dir()}
 
 
 def _is_finished(found: Mapping[str, Path], cell: Cell) -> bool:

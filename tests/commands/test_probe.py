@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import fields
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+import yaml
 
 from routing_lab.config import Composer, load
+from routing_lab.config.probing import probe_settings
+from routing_lab.evidence.arms import metric_of
+from routing_lab.evidence.registration import Cell, append, register
+from routing_lab.evidence.study import Study
 from routing_lab.look import main as look
 from routing_lab.probe import main as probe
-from routing_lab.probe import settings_of
 from routing_lab.probes.opening import build
-from routing_lab.probes.runner import read_findings
+from routing_lab.runs.findings import read_findings
+from routing_lab.runs.records import read_record
+
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +50,7 @@ def called(*words: str) -> int:
 
 @pytest.mark.parametrize("name", Composer(config_name="probe").members("probe"))
 def test_every_shipped_probe_is_what_its_file_says(name: str) -> None:
-    asked = build(settings_of([f"probe={name}"]))
+    asked = build(probe_settings([f"probe={name}"]))
     assert asked.name == name
     defaults = {field.name: field.default for field in fields(type(asked.probe))}  # type: ignore[arg-type]
     assert {key: getattr(asked.probe, key) for key in asked.options} == defaults
@@ -58,6 +67,24 @@ def test_findings_stand_beside_the_run_and_are_reported_again(run: Path, capsys:
     assert (run / "run.json").read_bytes() == record
     content = json.loads((run / "probes" / "agreement.json").read_text())
     assert read_findings(run)["probe/agreement/auc/layer1"] == content["findings"][0]["value"]
+
+
+def test_a_finding_is_read_like_a_metric_and_a_registration_stands_for_its_cells(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = read_record(run)
+    assert math.isnan(metric_of(record, "probe/importance/spearman/score"))
+    content = yaml.safe_load((EXPERIMENTS / "importance_agreement.yaml").read_text())
+    study = Study.model_validate(content | {"name": "importance_agreement"})
+    cells = [Cell("attention", 0, record["run_id"]), Cell("random", 0, "0123456789")]
+    plan = register(
+        None, study, "toy", cells, overrides=[], versions={}, finished=set(), reason="", now=datetime.now(UTC)
+    )
+    append(plan, run.parent)
+    registration = run.parent / "studies" / "importance_agreement.toy.registration.jsonl"
+    assert called(str(registration), "probe=importance", "sample.count=8", "probe.dense=false") == 0
+    assert "probe importance measured on 8 examples" in capsys.readouterr().out
+    assert math.isfinite(metric_of(record, "probe/importance/spearman/score"))
 
 
 def test_the_sweep_at_capacity_one_is_the_dense_model(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

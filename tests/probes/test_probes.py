@@ -7,6 +7,7 @@ import pytest
 import torch
 from tests.routing.tiny import PATCHES, images, routed, vit
 
+from routing_lab.probes import measure
 from routing_lab.probes.agreement import MaskAgreement
 from routing_lab.probes.base import Examples, Finding
 from routing_lab.probes.pictures import GONE, KEPT, MERGED, SKIPPED, picture, write_page, write_sheet
@@ -148,3 +149,16 @@ def picture_of(patches: int):  # type: ignore[no-untyped-def]
     from routing_lab.probes.pictures import Picture
 
     return Picture("x", np.zeros((3, 1, patches), dtype=np.uint8), np.zeros((3, 1, patches)), [], [])
+
+
+def test_a_model_of_ones_own_is_probed_without_a_run() -> None:
+    some = examples(batch=10)
+    model = routed(["method=evit", "placement=list", "placement.layers=[1]"]).train()
+    with torch.no_grad():
+        arrays = SelectionBehaviour().measure(model.eval(), some)
+    expected = by_key(SelectionBehaviour().summarise(arrays))
+    found = by_key(measure(model.train(), SelectionBehaviour(), some.inputs, some.targets, batch_size=3))
+    assert model.training
+    assert found["kept/layer1"] == expected["kept/layer1"]
+    scored = by_key(measure(model, MaskAgreement(), some.inputs, some.targets, masks=some.masks))
+    assert 0 <= scored["auc/layer1"].value <= 1

@@ -12,8 +12,9 @@ import torch
 from tests.routing.tiny import routed
 
 from routing_lab.probes.base import Arrays, Examples, Finding, Probe
-from routing_lab.probes.runner import Sample, Subject, read_findings, run_probe
+from routing_lab.probes.runner import Sample, Subject, run_probe
 from routing_lab.routing.model import RoutedModel
+from routing_lab.runs.findings import read_findings
 
 CALLS: list[list[int]] = []
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from routing_lab.evidence.formatting import runs_of, value_text
 from routing_lab.runs.files import natural
+from routing_lab.runs.findings import PREFIX, read_findings
 from routing_lab.runs.records import arm_key, compared_config, flatten, is_finished
 
 # Filled in from another key by the configuration, so they never say more than that key does.
@@ -85,11 +86,14 @@ class Arm:
 
 
 def metric_of(record: Mapping[str, Any], metric: str) -> float:
-    """A measured number of a record: a metric by its own name, a cost as `cost/<name>`; NaN where the record has
-    none.
+    """A measured number of a record: a metric by its own name, a cost as `cost/<name>`, a finding of a probe as
+    `probe/<probe>/<finding>`; NaN where the record has none.
     """
+    value: Any
     if metric.startswith("cost/"):
         value = record["cost"].get(metric.removeprefix("cost/"))
+    elif metric.startswith(PREFIX):
+        value = read_findings(record["folder"]).get(metric) if record.get("folder") else None
     else:
         value = record["metrics"].get(metric)
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan

@@ -243,6 +243,7 @@ class Study(_Strict):
     scales: dict[Scale, ScaleSettings] = Field(min_length=1)
     metric: Text = "test/acc"
     common: Overrides = Field(default_factory=list)
+    probes: dict[Text, Overrides] = Field(default_factory=dict)
     factors: dict[Text, Factor] = Field(default_factory=dict)
     convergence: Convergence | None = None
     equal_accuracy: EqualAccuracy | None = None

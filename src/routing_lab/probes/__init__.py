@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from routing_lab.probes.agreement import MaskAgreement
+from routing_lab.probes.importance import Importance
 from routing_lab.probes.leave_one_out import leave_one_out
+from routing_lab.probes.runner import measure
+from routing_lab.probes.selection import CapacitySweep, SelectionBehaviour
 
-__all__ = ["leave_one_out"]
+__all__ = ["CapacitySweep", "Importance", "MaskAgreement", "SelectionBehaviour", "leave_one_out", "measure"]

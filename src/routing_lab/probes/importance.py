@@ -37,7 +37,7 @@ class Importance(Probe):
     `<coefficient>/<scorer>`: correlation within an image of a scorer (see `SCORERS`) with the importance in the
     deployed model; `<coefficient>/<scorer>_and_dense`: with that in the dense model; `spearman/<scorer>_and_<effect>`:
     with the fall of the true logit or the KL divergence of the prediction; `pooled_spearman/<scorer>`: over the patches
-    of all images. Chance is 0.
+    of all images. Without a layer: the mean over the routed layers. Chance is 0.
     `worth_of_kept`, `worth_of_bypassed`: mean importance of either, in nats.
 
     Args:
@@ -102,7 +102,9 @@ class Importance(Probe):
         return arrays
 
     def summarise(self, arrays: Arrays) -> list[Finding]:
-        findings = []
+        findings = [
+            Finding.mean(f"spearman/{scorer}", self._over_layers(arrays, scorer), chance=0.0) for scorer in SCORERS
+        ]
         for rank, layer in enumerate(arrays["layer"][0].tolist()):
             worth = {name: arrays[f"worth.{name}"][:, rank] for name in EFFECTS}
             kept = arrays["kept"][:, rank]
@@ -124,6 +126,15 @@ class Importance(Probe):
                 value, low, high, n = pooled_interval(values, worth["loss"], "spearman")
                 findings.append(Finding(f"pooled_spearman/{scorer}", value, low, high, n, layer=layer, chance=0.0))
         return findings
+
+    def _over_layers(self, arrays: Arrays, scorer: str) -> np.ndarray:
+        """[B] mean over the routed layers of the rank correlation with the importance in the deployed model."""
+        found = [
+            within(arrays[scorer][:, rank], arrays["worth.loss"][:, rank], "spearman")
+            for rank in range(arrays["layer"].shape[1])
+        ]
+        rows = np.stack(found, axis=1)
+        return np.array([row[np.isfinite(row)].mean() if np.isfinite(row).any() else np.nan for row in rows])
 
 
 def _kept(index: Tensor, like: Tensor) -> Tensor:

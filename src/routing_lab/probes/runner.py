@@ -20,13 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from routing_lab.probes.base import Examples, Probe
+from routing_lab.probes.base import Examples, Finding, Probe
 from routing_lab.routing.model import RoutedModel
 from routing_lab.runs.files import replacing, write_json
+from routing_lab.runs.findings import FOLDER, SCHEMA, read_probe
 from routing_lab.streams import stream_seed
-
-FOLDER = "probes"
-SCHEMA = 1
 
 Progress = Callable[[int, int], None]
 """Called with the batches that are done and all there are."""
@@ -98,7 +96,7 @@ def run_probe(
     target, parts = folder / f"{name}.json", folder / f".{name}-{identity}"
     if rerun:
         shutil.rmtree(parts, ignore_errors=True)
-    elif (found := _read(target)) is not None and found.get("identity") == identity:
+    elif (found := read_probe(target)) is not None and found.get("identity") == identity:
         return found, False
     parts.mkdir(parents=True, exist_ok=True)
     batches = sample.indices(subject.split).split(sample.batch_size)
@@ -122,13 +120,32 @@ def run_probe(
     return content, True
 
 
-def read_findings(folder: Path | str) -> dict[str, float]:
-    """`probe/<probe>/<finding>` -> value, of every probe that has been run on a run."""
-    found: dict[str, float] = {}
-    for path in sorted((Path(folder) / FOLDER).glob("*.json")):
-        content = _read(path) or {}
-        found |= {f"probe/{content['probe']}/{item['key']}": item["value"] for item in content.get("findings", ())}
-    return found
+def measure(
+    model: RoutedModel,
+    probe: Probe,
+    inputs: Tensor,
+    targets: Tensor,
+    *,
+    masks: Tensor | None = None,
+    batch_size: int = 64,
+) -> list[Finding]:
+    """A probe's findings on a model and examples at hand, for instance a routed checkpoint of one's own; no file is
+    written.
+
+    Args:
+        model: in any mode; it is measured in evaluation mode and left in the mode it came in.
+        inputs: [B, ...], what the model takes.
+        targets: [B] classes.
+        masks: [B, P] bool, the patches that decide the class; None: not known.
+    """
+
+    def examples(index: Tensor) -> Examples:
+        return Examples(inputs[index], targets[index], index, None if masks is None else masks[index])
+
+    every = torch.arange(len(inputs), device=inputs.device)
+    subject = Subject("", "", Path(), model, examples, every)
+    parts = [_measured(probe, subject, index) for index in every.split(batch_size)]
+    return probe.summarise({key: np.concatenate([part[key] for part in parts]) for key in parts[0]})
 
 
 def _missing(batches: tuple[Tensor, ...], parts: Path) -> Iterator[tuple[Tensor, Path]]:
@@ -164,11 +181,3 @@ def _joined(parts: list[Path]) -> dict[str, np.ndarray]:
         with np.load(part, allow_pickle=False) as arrays:
             loaded.append(dict(arrays))
     return {key: np.concatenate([arrays[key] for arrays in loaded]) for key in loaded[0]}
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError):
-        return None
-    return content if isinstance(content, dict) and content.get("schema") == SCHEMA else None

@@ -165,3 +165,11 @@ class RunFolder:
 def heartbeat() -> dict[str, Any]:
     """Time (UTC, ISO 8601), process and host of this moment."""
     return {"time": datetime.now(UTC).isoformat(timespec="seconds"), "pid": os.getpid(), "host": socket.gethostname()}
+
+
+def folders_by_run(runs: Path) -> dict[str, Path]:
+    """Run id -> its folder, whatever it is called."""
+    if not runs.is_dir():
+        return {}
+    with os.scandir(runs) as entries:
+        return {entry.name.rsplit("-", 1)[-1]: runs / entry.name for entry in entries if entry.is_dir()}
