@@ -48,7 +48,11 @@ def test_study_composes_and_its_contrasts_are_what_they_say(path: Path, composer
     assert len(study.seeds) >= 3
     for scale in study.scales:
         # The data sets of the papers need not be here; everything else has to be right without them.
-        stand_in = ["data=planted"] if scale == "paper" else []
+        stand_in = (
+            ["data=planted", *("train.augment=none", "train.erasing=0", "train.mixup=0", "train.cutmix=0")]
+            if scale == "paper"
+            else []
+        )
         configs = {}
         for arm in study.arms:
             overrides = [*study.overrides(arm, scale), "seed=0", *stand_in]
