@@ -118,6 +118,18 @@ def test_cells_are_listed_where_they_fit(tmp_path: Path) -> None:
     assert "Cells:" not in render_plain(sweep_table(read_records(tmp_path)))
 
 
+def test_intervals_of_an_accuracy_stay_inside_what_it_can_be(tmp_path: Path) -> None:
+    for seed, accuracy in enumerate((0.1, 0.23)):
+        write_run(tmp_path, AMOD, seed, accuracy)
+    (interval,) = sweep_table(read_records(tmp_path)).arms.column("interval")
+    assert interval[0] == 0.0
+    assert 0.9 < interval[1] <= 1.0
+    whole = statistics.summarize([0.1, 0.23])
+    assert whole.low < 0
+    (loss,) = sweep_table(read_records(tmp_path), metric="test/loss").arms.column("interval")
+    assert loss[1] > 1
+
+
 def test_absence_of_the_dense_arm_is_said_and_the_first_arm_takes_its_place(tmp_path: Path) -> None:
     write_arms(tmp_path, {"linear": (LINEAR, 0.93), "amod": (AMOD, 0.95)}, range(3))
     records = sorted(read_records(tmp_path), key=lambda record: record["axes"]["router"]["name"], reverse=True)
@@ -175,7 +187,7 @@ def test_a_sweep_without_results_is_still_a_table(tmp_path: Path) -> None:
     text = render_plain(sweep_table(read_records(tmp_path)))
     assert "failed: seed 0" in text
     assert "no results of" in text
-    assert "Arms: test/acc" in render_plain(sweep_table([]))
+    assert "Arms: test/loss" in render_plain(sweep_table([]))
 
 
 def test_arm_names_win_over_keys_and_stay_unique(tmp_path: Path) -> None:

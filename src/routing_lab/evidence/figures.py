@@ -165,14 +165,15 @@ def pareto(arms: Sequence[Arm], metric: str, cost: str, caption: str, name: str 
     quality = formatting.metric(metric)
     priced = formatting.metric(cost)
     x = np.array([arm.mean(cost) for arm in points])
-    summaries = [statistics.summarize(list(arm.values(metric).values())) for arm in points]
+    reach = formatting.bounds(quality)
+    summaries = [statistics.summarize(list(arm.values(metric).values()), bounds=reach) for arm in points]
     sign = 1 if quality.higher_is_better else -1
-    ends = [sorted((sign * s.low, sign * s.high)) for s in summaries]
+    spans = [sorted((sign * s.low, sign * s.high)) for s in summaries]
     standings = statistics.pareto(
         -x if priced.higher_is_better else x,
         [sign * s.mean for s in summaries],
-        [low for low, _ in ends],
-        [high for _, high in ends],
+        [low for low, _ in spans],
+        [high for _, high in spans],
     )
     unit, size = _unit(float(np.max(np.abs(x))))
     figure, axes = _figure(3.6)
@@ -190,11 +191,12 @@ def pareto(arms: Sequence[Arm], metric: str, cost: str, caption: str, name: str 
     axes.plot(x[others] / size, means[others], ".", color="#999999", markersize=4, zorder=1)
     for style, i in enumerate(named):
         summary, colour = summaries[i], _COLOURS[style]
+        ends = np.array([[summary.low], [summary.high]])
         face = {"front": colour, "tied": "#cccccc", "dominated": "none"}[standings[i].standing]
         axes.errorbar(
             [drawn_at[i] / size],
             [means[i]],
-            yerr=None if math.isnan(summary.high) else quality.factor * (summary.high - summary.mean),
+            yerr=None if math.isnan(summary.high) else quality.factor * np.abs(ends - summary.mean),
             fmt=_MARKERS[style],
             color=colour,
             markerfacecolor=face,
@@ -232,7 +234,9 @@ def curves(arms: Sequence[Arm], metric: str, caption: str, name: str = "curves")
             row[: len(history[metric])] = history[metric]
         longest = max(kept, key=lambda history: len(history[metric]))
         epochs = np.array(longest["epoch"]) + 1 if "epoch" in longest else np.arange(1, length + 1)
-        points = [statistics.summarize(column[~np.isnan(column)]) for column in values.T]
+        points = [
+            statistics.summarize(column[~np.isnan(column)], bounds=formatting.bounds(shown)) for column in values.T
+        ]
         seen = [i for i, point in enumerate(points) if point.n]
         mean = shown.factor * np.array([points[i].mean for i in seen])
         colour, style = _COLOURS[n], _LINES[n % len(_LINES)]

@@ -48,6 +48,11 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
+def bounds(shown: Metric) -> tuple[float, float]:
+    """Between which values a stored value can lie."""
+    return (0.0, 1.0) if shown.kind == "percent" else (-math.inf, math.inf)
+
+
 def value_text(value: Any) -> str:
     """A configuration value in a label: as it is typed on the command line."""
     if value is None:

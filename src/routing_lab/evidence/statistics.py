@@ -172,8 +172,12 @@ class SpeedUp:
     level: float
 
 
-def summarize(values: ArrayLike, level: float = 0.95) -> Summary:
-    """Mean, standard deviation (ddof 1) and t interval of the mean."""
+def summarize(values: ArrayLike, level: float = 0.95, bounds: tuple[float, float] = (-math.inf, math.inf)) -> Summary:
+    """Mean, standard deviation (ddof 1) and t interval of the mean.
+
+    `bounds` are what a value can be: of the interval the part between them is given, which holds the mean as often as
+    the whole.
+    """
     x = _vector(values)
     n = len(x)
     if n == 0:
@@ -183,7 +187,7 @@ def summarize(values: ArrayLike, level: float = 0.95) -> Summary:
         return Summary(1, mean, math.nan, math.nan, math.nan, level)
     sd = float(x.std(ddof=1))
     half = t_quantile(n - 1, level) * sd / math.sqrt(n)
-    return Summary(n, mean, sd, mean - half, mean + half, level)
+    return Summary(n, mean, sd, max(mean - half, bounds[0]), min(mean + half, bounds[1]), level)
 
 
 def t_quantile(df: float, level: float) -> float:

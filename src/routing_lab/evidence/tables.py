@@ -19,7 +19,7 @@ from routing_lab.evidence import formatting
 from routing_lab.evidence.arms import Arm, group_arms, metric_of
 from routing_lab.evidence.formatting import Kind
 from routing_lab.evidence.templates import template
-from routing_lab.runs.files import write_text
+from routing_lab.runs.files import natural, write_text
 from routing_lab.runs.metrics import HEADLINES
 from routing_lab.runs.records import member_name, scale_label
 
@@ -179,7 +179,7 @@ def sweep_table(
         level: of the intervals.
     """
     arms = group_arms(records)
-    shown = formatting.metric(metric or _present_metric(arms))
+    shown = formatting.metric(metric or present_metric(arms))
     seeds = sorted({seed for arm in arms for seed in arm.cells})
     references, notes = _references(arms, reference)
     comparisons = tuple(
@@ -194,6 +194,42 @@ def sweep_table(
     arms_table = _arms_table(arms, shown, seeds, level, caption, (*notes, *broken))
     differences = difference_table(comparisons, shown.key, caption, level) if comparisons else None
     return SweepTable(_cells_table(arms, shown, caption), arms_table, differences, comparisons, tuple(arms))
+
+
+def present_metric(arms: Sequence[Arm]) -> str:
+    """The metric that is shown of arms where none is asked for: the first headline that some of them have."""
+    return next((key for key in HEADLINES if any(arm.values(key) for arm in arms)), HEADLINES[-1])
+
+
+def factor_table(arms: Sequence[Arm], metric: str, factors: Sequence[str], level: float = 0.95) -> Table:
+    """Every arm with its factors beside its mean, ordered by them; arms that agree in all factors stay rows of their
+    own, told apart by their label, so that no spread is pooled over configurations.
+
+    Args:
+        arms: as grouped by `group_arms`.
+        metric: key of a metric or cost.
+        factors: keys of the configuration, as `router.name`; an arm without a key has nothing there.
+        level: of the intervals.
+    """
+    from routing_lab.evidence.statistics import summarize
+
+    shown = formatting.metric(metric)
+    rows = []
+    for arm in arms:
+        summary = summarize(list(arm.values(metric).values()), level, formatting.bounds(shown))
+        values = [formatting.value_text(arm.config[key]) if key in arm.config else None for key in factors]
+        rows.append((*values, arm.label, summary.n, summary.mean, summary.sd, (summary.low, summary.high)))
+    rows.sort(key=lambda row: [natural(str(value)) for value in row[: len(factors) + 1]])
+    columns = (
+        *(Column(key, key) for key in factors),
+        Column("arm", "arm"),
+        Column("n", "n", "count"),
+        Column("mean", shown.heading, shown.kind),
+        Column("sd", "sd", shown.kind),
+        Column("interval", _level(level), "interval", shown.kind),
+    )
+    notes = ("one arm a row: no two configurations share a spread",)
+    return Table("factors", f"{shown.label} by {', '.join(factors) or 'arm'}", columns, tuple(rows), notes)
 
 
 def compare(arm: Arm, reference: Arm, metric: str, level: float = 0.95) -> Comparison:
@@ -422,7 +458,7 @@ def _arms_table(
     validation = formatting.metric(shown.key.replace("test/", "val/", 1))
     rows = []
     for arm in arms:
-        summary = summarize(list(arm.values(shown.key).values()), level)
+        summary = summarize(list(arm.values(shown.key).values()), level, formatting.bounds(shown))
         note = "; ".join(part for part in (summary.stamp, arm.missing(seeds)) if part)
         scale = ", ".join(sorted({scale_label(record) for record in arm.cells.values()}))
         row = [arm.label, summary.n, summary.mean, summary.sd, (summary.low, summary.high)]
@@ -464,10 +500,6 @@ def _cells_table(arms: Sequence[Arm], shown: formatting.Metric, caption: str) ->
         Column("run", "run", is_detail=True),
     )
     return Table("cells", f"Cells: {caption}", columns, tuple(rows))
-
-
-def _present_metric(arms: Sequence[Arm]) -> str:
-    return next((key for key in HEADLINES if any(arm.values(key) for arm in arms)), HEADLINES[-1])
 
 
 def _references(arms: Sequence[Arm], label: str | None) -> tuple[dict[str, Arm], list[str]]:
