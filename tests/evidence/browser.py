@@ -19,6 +19,17 @@ _FLAGS = (
     "--hide-scrollbars",
 )
 
+_WATCH = "<script>window.errors = []; window.onerror = (text) => { window.errors.push(text); };</script>"
+
+_INSPECT = """
+window.onload = () => {
+  const found = {};
+  for (const frame of document.querySelectorAll("iframe")) found[frame.width] = inspect(frame.contentDocument);
+  document.body.innerHTML = "<pre id=found></pre>";
+  document.getElementById("found").textContent = JSON.stringify(found);
+};
+"""
+
 _MEASURE = """
 // Words of which a part stands on another line; hyphens and slashes are places where a word may end.
 function brokenWords(page) {
@@ -35,12 +46,10 @@ function brokenWords(page) {
   }
   return found;
 }
-window.onload = () => {
-  const found = {};
-  for (const frame of document.querySelectorAll("iframe")) {
-    const page = frame.contentDocument, root = page.documentElement;
+function inspect(page) {
+    const root = page.documentElement;
     const svgs = [...page.querySelectorAll("svg")].map(svg => svg.getBoundingClientRect());
-    found[frame.width] = {
+    return {
       page_width: root.scrollWidth,
       svgs: svgs.map(box => [box.width, box.height]),
       font: parseFloat(getComputedStyle(page.querySelector("td")).fontSize),
@@ -54,10 +63,7 @@ window.onload = () => {
       broken: brokenWords(page),
       resources: page.defaultView.performance.getEntriesByType("resource").map(entry => entry.name),
     };
-  }
-  document.body.innerHTML = "<pre id=found></pre>";
-  document.getElementById("found").textContent = JSON.stringify(found);
-};
+}
 """
 
 
@@ -68,11 +74,18 @@ def chromium() -> str | None:
 
 def measure(page: Path, widths: tuple[int, ...], profile: Path) -> dict[str, Any]:
     """Lay a page out at several widths and measure what a reader sees; width (as text) to measurements."""
-    content = html.escape(page.read_text(encoding="utf-8"))
+    return inspect(page, widths, _MEASURE, profile)
+
+
+def inspect(page: Path, widths: tuple[int, ...], script: str, profile: Path) -> dict[str, Any]:
+    """Lay a page out at several widths and return what `inspect(document)` of a script says of each, width (as text) to
+    a JSON value; `document.defaultView.errors` holds the page's uncaught errors.
+    """
+    content = html.escape(_WATCH + page.read_text(encoding="utf-8"))
     frames = "".join(f'<iframe width="{width}" height="900" srcdoc="{content}"></iframe>' for width in widths)
     wrapper = profile / "measure.html"
     profile.mkdir(parents=True, exist_ok=True)
-    wrapper.write_text(f'<!DOCTYPE html><meta charset="utf-8"><script>{_MEASURE}</script><body>{frames}</body>')
+    wrapper.write_text(f'<!DOCTYPE html><meta charset="utf-8"><script>{script}{_INSPECT}</script><body>{frames}</body>')
     dom = _run("--dump-dom", "--virtual-time-budget=20000", wrapper.as_uri(), profile=profile)
     start = dom.index('<pre id="found">') + len('<pre id="found">')
     found: dict[str, Any] = json.loads(html.unescape(dom[start : dom.index("</pre>", start)]))

@@ -1,4 +1,4 @@
-"""One thread: tiny tensors are not worth more, and results do not depend on the machine."""
+"""One thread: tiny tensors are not worth more. Tests in a browser are collected where a Chromium is installed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from tests.evidence.browser import chromium
+
+collect_ignore = [] if chromium() else ["test_browser.py"]
 
 
 @pytest.fixture(autouse=True)
