@@ -1,8 +1,9 @@
 """`python -m routing_lab.dashboard experiments/<study>.yaml`: the Weights & Biases workspace of a study, from code.
 
 By default the workspace's specification is written to a JSON file, for inspection: no network, no login, no question.
-`--push` uploads the finished records of the study, and `--online` saves the workspace and prints its address; both need
-an API key. The specification is the same bytes for the same study and the same verdict.
+`--push` uploads the finished records of the study, and `--online` saves the workspace and a report page with the same
+panels and prints their addresses; both need an API key. The specification is the same bytes for the same study and the
+same verdict.
 
 What is shown is decided by `panels`, plain data that knows nothing of Weights & Biases; `workspace` makes its objects
 of them (`pip install 'routing_lab[dashboards]'`). Torch is not imported.
@@ -22,6 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from routing_lab.axes import AXES
+from routing_lab.runs.metrics import HEADLINES, SPLITS
+from routing_lab.runs.metrics import metric as declared
 
 if TYPE_CHECKING:
     from routing_lab.evidence.study import Study
@@ -91,6 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         built = workspace(study, scale, shown, options.entity, options.project)
         if options.online:
             print(save(built))
+            print(save(report_page(study, scale, shown, built.entity or None, options.project)))
             return 0
         path = options.spec or options.study.with_name(f"{study.name}.dashboard.json")
         print(write_text(path, json_text(specification(built, shown)) + "\n"))
@@ -114,14 +118,14 @@ def panels(study: Study, scale: str, layers: Sequence[int] = (), verdict: str | 
         verdict: text of the verdict, None where there are no records.
     """
     metric = study.metric
+    quantity = metric.partition("/")[2] if metric.partition("/")[0] in SPLITS else HEADLINES[-1].partition("/")[2]
+    validation = f"val/{quantity}"
+    curves = dict.fromkeys((validation, "val/loss", "train/loss", f"train/{quantity}"))
     found = [
         Panel("Verdict", "text", "Question and verdict", text=_text(study, scale, verdict)),
-        _bars("Accuracy", f"{metric} by arm", [metric], metric),
-        _bars("Accuracy", "val/acc by arm, of the evaluated weights", ["val/acc"], "val/acc"),
-        _curve("Accuracy", "val/acc", "fraction"),
-        _curve("Training", "val/loss", "nats"),
-        _curve("Training", "train/loss", "nats"),
-        _curve("Training", "train/acc", "fraction"),
+        _bars("Results", f"{metric} by arm", [metric], _axis(metric)),
+        _bars("Results", f"{validation} by arm, of the evaluated weights", [validation], _axis(validation)),
+        *(_curve("Training" if key != validation else "Results", key, _axis(key)) for key in curves),
     ]
     if layers:
         numbers = list(layers)
@@ -172,6 +176,34 @@ def verdict(study: Study, scale: str, runs: Path) -> str | None:
     return verdict_text(result) if any(arm.finished for arm in result.arms.values()) else None
 
 
+def report_page(study: Study, scale: str, shown: Sequence[Panel], entity: str | None, project: str) -> Any:
+    """A report page of Weights & Biases with the same verdict and panels, not yet saved.
+
+    Args:
+        study, scale, entity, project: as for `workspace`.
+        shown: the panels.
+
+    Raises:
+        DashboardError: wandb-workspaces is not installed.
+    """
+    _, wr, expr = _library()
+    runs = wr.Runset(
+        entity=entity or "",
+        project=project,
+        name=study.key(scale),
+        filters=expr.And(expr.Config("study").isin([study.key(scale), study.name])),
+        groupby=["arm"],
+    )
+    told = [wr.MarkdownBlock(panel.text) for panel in shown if panel.kind == "text"]
+    blocks = [wr.H1(f"{study.name}, scale: {scale}"), *told]
+    for section in dict.fromkeys(panel.section for panel in shown if panel.kind != "text"):
+        drawn = [_panel(wr, panel) for panel in shown if panel.section == section and panel.kind != "text"]
+        blocks += [wr.H2(section), wr.PanelGrid(runsets=[runs], panels=drawn)]
+    return wr.Report(
+        project=project, entity=entity or "", title=study.key(scale), description=study.question, blocks=blocks
+    )
+
+
 def workspace(study: Study, scale: str, shown: Iterable[Panel], entity: str | None, project: str) -> Any:
     """The `wandb_workspaces` workspace of some panels, not yet saved.
 
@@ -214,7 +246,7 @@ def specification(built: Any, shown: Iterable[Panel]) -> dict[str, Any]:
 
 
 def save(built: Any) -> str:
-    """Save a workspace at Weights & Biases; returns its address. Every call makes a new one.
+    """Save a workspace or a report page at Weights & Biases; returns its address. Every call makes a new one.
 
     Raises:
         DashboardError: whatever the server or the network has against it.
@@ -254,6 +286,12 @@ def push(study: Study, scale: str, runs: Path, entity: str | None, project: str)
 
 
 # --- what is shown ---
+
+
+def _axis(key: str) -> str:
+    """Title of an axis: what is uploaded is what records hold, of accuracies the fraction."""
+    shown = declared(key)
+    return f"{shown.label}, fraction" if shown.kind == "percent" else shown.heading
 
 
 def _bars(section: str, title: str, metrics: Sequence[str], unit: str) -> Panel:

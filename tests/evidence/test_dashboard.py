@@ -12,7 +12,18 @@ from tests.evidence.synthetic import STORED
 from tests.evidence.test_study import CONTENT
 
 from routing_lab import dashboard
-from routing_lab.dashboard import TABLE_COLUMNS, TABLE_RESULTS, Panel, main, panels, push, routed_layers, verdict
+from routing_lab.dashboard import (
+    TABLE_COLUMNS,
+    TABLE_RESULTS,
+    Panel,
+    main,
+    panels,
+    push,
+    report_page,
+    routed_layers,
+    verdict,
+    workspace,
+)
 from routing_lab.evidence.study import Study, load_study, parse_study
 from routing_lab.runs.records import flatten, read_history, read_records
 from routing_lab.training import tracking
@@ -44,7 +55,7 @@ def by_kind(shown: list[Panel], kind: str) -> dict[str, Panel]:
 def test_panels_are_what_a_reader_needs(study: Study) -> None:
     shown = panels(study, "toy", [1, 3])
     assert list(dict.fromkeys(p.section for p in shown)) == [
-        *("Verdict", "Accuracy", "Training", "Routing", "Cost", "Runs")
+        *("Verdict", "Results", "Training", "Routing", "Cost", "Runs")
     ]
     drawn = {
         metric for panel in [*by_kind(shown, "line").values(), *by_kind(shown, "bar").values()] for metric in panel.y
@@ -59,6 +70,38 @@ def test_panels_are_what_a_reader_needs(study: Study) -> None:
     assert any(p.x == "cost/macs_measured" and p.y == ("test/acc",) for p in by_kind(shown, "scatter").values())
     titles = [(panel.section, panel.title) for panel in shown]
     assert len(set(titles)) == len(titles)
+
+
+def test_panels_ask_for_what_the_study_measures_under_each_split(study: Study) -> None:
+    other = study.model_copy(update={"metric": "test/bits_per_byte"})
+    shown = panels(other, "toy")
+    drawn = {metric for panel in shown if panel.kind in ("line", "bar") for metric in panel.y}
+    assert {"test/bits_per_byte", "val/bits_per_byte", "train/bits_per_byte", "val/loss"} <= drawn
+    assert not any(key.endswith("/acc") for key in drawn)
+    assert by_kind(panels(study, "toy"), "line")["val/acc"].y_title == "val/acc, fraction"
+
+
+def test_what_is_sent_is_what_the_library_reads_back(study: Study) -> None:
+    shown = panels(study, "toy", [1, 3], "Verdict: none")
+    built = workspace(study, "toy", shown, "team", "mine")
+    sections = type(built)._from_model(built._to_model()).sections
+    assert [section.name for section in sections] == list(dict.fromkeys(panel.section for panel in shown))
+    assert sum(len(section.panels) for section in sections) == len(shown)
+    drawn = [panel for section in sections for panel in section.panels if type(panel).__name__ == "LinePlot"]
+    assert [[metric.name for metric in panel.y] for panel in drawn] == [
+        list(panel.y) for panel in shown if panel.kind == "line"
+    ]
+
+
+def test_a_report_page_holds_the_verdict_and_every_panel(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = panels(study, "toy", [1], "Verdict: none")
+    page = report_page(study, "toy", shown, "team", "mine")
+    kinds = [type(block).__name__ for block in page.blocks]
+    assert kinds[:2] == ["H1", "MarkdownBlock"]
+    assert "Verdict: none" in page.blocks[1].text
+    grids = [block for block in page.blocks if type(block).__name__ == "PanelGrid"]
+    assert sum(len(grid.panels) for grid in grids) == len(shown) - 1
+    assert {runs.project for grid in grids for runs in grid.runsets} == {"mine"}
 
 
 def test_a_study_that_routes_nothing_has_no_routing_panels(study: Study) -> None:
