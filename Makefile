@@ -16,7 +16,7 @@ BIN := $(VENV)/bin
 # An environment is up to date as long as it was made from this very pyproject.toml, in this checkout.
 STAMP := $(VENV)/.installed-$(shell { pwd; cat pyproject.toml; } | cksum | cut -d' ' -f1)
 
-.PHONY: help demo test lint format bench evidence install install-dev clean
+.PHONY: help demo test test-gpu lint format bench evidence install install-dev clean
 
 help: ## print this list
 	@echo "targets (VENV=$(VENV), PYTHON=$(PYTHON)):"
@@ -27,6 +27,9 @@ demo: install ## set up, then train three routed vision transformers on handwrit
 
 test: lint ## set up with development extras, then lint, types, layer contract and tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-gpu: install-dev ## the tests that need a CUDA device
+	$(BIN)/python -m pytest -m gpu tests
 
 lint: install-dev ## lint, formatting, types and layer contract only
 	$(BIN)/ruff check .

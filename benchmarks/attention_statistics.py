@@ -1,8 +1,8 @@
-"""Attention statistics: the whole map against chunks, over fused attention that returns none.
+"""Attention statistics: the whole map, two passes and one, over fused attention that returns none.
 
     python benchmarks/attention_statistics.py [--threads 2] [--repetitions 11]
 
-Both forms return the attention that every token receives (mean over queries), per head.
+All return the attention that every token receives (mean over queries), per head.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from ratios import arguments, ratios, show
 
-from routing_lab.attention import StatisticsRequest, received_chunked, received_eager
+from routing_lab.attention import AttentionMap, StatisticsRequest, backend
 from routing_lab.backbones import adapt
 from routing_lab.routing.tokens import Positioned
 
@@ -36,20 +36,18 @@ def attention_alone(repetitions: int) -> None:
         query, key, value = torch.randn(3, batch, HEADS, tokens, HEAD_WIDTH)
         fused = functools.partial(F.scaled_dot_product_attention, query, key, value)
 
-        def with_statistics(compute: object, fused: object = fused, query: object = query, key: object = key) -> None:
-            fused()
-            compute(query, key, HEAD_WIDTH**-0.5)
-
+        attention = AttentionMap(query, key, HEAD_WIDTH**-0.5)
         measured = ratios(
             {
                 "fused": fused,
-                "eager": lambda run=with_statistics: run(received_eager),
-                "chunked": lambda run=with_statistics: run(received_chunked),
+                "eager": functools.partial(backend("eager").attend, attention, value),
+                "two passes": lambda fused=fused, a=attention: (fused(), backend("fused").received(a)),
+                "one pass": functools.partial(backend("fused").attend, attention, value),
             },
             repetitions,
         )
-        rows.append((batch, tokens, measured["eager"], measured["chunked"]))
-    columns = ("samples", "tokens", "fused + whole map", "fused + chunks")
+        rows.append((batch, tokens, measured["eager"], measured["two passes"], measured["one pass"]))
+    columns = ("samples", "tokens", "whole map", "two passes", "one pass")
     show(f"{HEADS} heads of {HEAD_WIDTH}, over fused attention without statistics", columns, rows)
 
 
@@ -58,24 +56,27 @@ def whole_block(repetitions: int) -> None:
     rows = []
     received = StatisticsRequest(received=True)
     for batch, tokens in SIZES:
-        x = torch.randn(batch, tokens, 384)
+        x = Positioned(torch.randn(batch, tokens, 384))
         block = backbone.block(0)
 
-        def run(request: StatisticsRequest, block: object = block, x: torch.Tensor = x) -> torch.Tensor:
-            h = x + block.attend_with_statistics(Positioned(x), None, request)[0]
+        def run(request: StatisticsRequest, block: object = block, x: Positioned = x) -> torch.Tensor:
+            h = x.x + block.attend_with_statistics(x, None, request)[0]
             return h + block.mlp(h)
 
         measured = ratios(
             {
-                "none": lambda block=block, x=x: block.dense(Positioned(x), None),
-                "eager": lambda run=run: run(replace(received, eager=True)),
-                "chunked": lambda run=run: run(received),
+                "none": lambda block=block, x=x: block.dense(x, None),
+                "eager": lambda run=run: run(replace(received, backend="eager")),
+                "two passes": lambda run=run: run(replace(received, exact=True)),
+                "one pass": lambda run=run: run(received),
                 "class row": lambda run=run: run(StatisticsRequest(class_row=True)),
             },
             repetitions,
         )
-        rows.append((batch, tokens, measured["eager"], measured["chunked"], measured["class row"]))
-    columns = ("samples", "tokens", "whole map", "chunks", "class row only")
+        rows.append(
+            (batch, tokens, measured["eager"], measured["two passes"], measured["one pass"], measured["class row"])
+        )
+    columns = ("samples", "tokens", "whole map", "two passes", "one pass", "class row only")
     show("DeiT-S block with statistics, over the block without", columns, rows)
 
 

@@ -128,6 +128,7 @@ def attach(backbone: Backbone, config: Config) -> RoutedModel:
         active=placement.active,
         random_attention=stream_seed(config.seed, "routing", 1) if router.attention == "random" else None,
     )
+    model.set_attention(config.runtime.attention)
     parameter = next(backbone.module.parameters())
     model.layers.to(device=parameter.device, dtype=parameter.dtype)
     return model.train(backbone.module.training)

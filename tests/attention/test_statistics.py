@@ -1,101 +1,24 @@
-"""Attention statistics: the chunked form equals the reference, in bounded memory, and disturbs nothing."""
+"""Statistics of a block's map: what counts in them, and what asking for them does to the block's output."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from tests.routing.tiny import images, vit
+from tests.attention.watch import largest_tensor
+from tests.routing.tiny import images, route, vit
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from routing_lab.attention import StatisticsRequest, received_chunked, received_eager
+from routing_lab.attention import (
+    Kernel,
+    MapRows,
+    StatisticsRequest,
+    attention_statistics,
+    attention_with_statistics,
+)
 from routing_lab.backbones import adapt
-
-SCALE = 0.35
-
-
-def queries_and_keys(
-    batch: int = 3, heads: int = 2, tokens: int = 23, keys: int | None = None, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    query = torch.randn(batch, heads, tokens, 8, generator=generator)
-    key = torch.randn(batch, heads, keys or tokens, 8, generator=generator)
-    return 2 * query.to(dtype), 2 * key.to(dtype)
-
-
-def triple_loop(query: Tensor, key: Tensor) -> Tensor:
-    """Attention received as A-MoD's Eq. 4 writes it, one number at a time, before the mean over heads."""
-    batch, heads, tokens, _ = query.shape
-    received = torch.zeros(batch, heads, key.shape[2], dtype=query.dtype)
-    for b in range(batch):
-        for h in range(heads):
-            for j in range(tokens):
-                row = torch.softmax(SCALE * key[b, h] @ query[b, h, j], dim=0)
-                received[b, h] += row / tokens
-    return received
-
-
-def test_reference_is_the_equation() -> None:
-    query, key = queries_and_keys(dtype=torch.float64)
-    found = received_eager(query, key, SCALE)
-    torch.testing.assert_close(found, triple_loop(query, key), rtol=0, atol=1e-14)
-    torch.testing.assert_close(found.sum(dim=-1), torch.ones(3, 2, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("slab", [1, 23, 23 * 5, 23 * 23, 23 * 23 * 2, 23 * 23 * 4, None])
-@pytest.mark.parametrize("keys", [23, 31])
-def test_chunks_equal_the_reference(slab: int | None, keys: int) -> None:
-    """Slabs of rows of one head, of several rows, of whole samples; none of them divides the tokens evenly."""
-    query, key = queries_and_keys(keys=keys)
-    weight = torch.rand(3, 1, 23, generator=torch.Generator().manual_seed(1))
-    bias = torch.zeros(3, 1, 1, keys).masked_fill(torch.arange(keys) % 7 == 3, float("-inf"))
-    own = torch.arange(23).flip(0).expand(3, 23)
-    for options in ((None, None, None), (weight, None, None), (None, bias, None), (weight, bias, own)):
-        found = received_chunked(query, key, SCALE, *options, slab=slab)
-        torch.testing.assert_close(found, received_eager(query, key, SCALE, *options), rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("slab", [23 * 5, 23 * 23 * 2])
-def test_gradients_are_the_references(slab: int) -> None:
-    towards = torch.randn(3, 2, 23, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    gradients = []
-    for compute, options in ((received_eager, {}), (received_chunked, {"slab": slab})):
-        query, key = (x.requires_grad_() for x in queries_and_keys(dtype=torch.float64))
-        (compute(query, key, SCALE, **options) * towards).sum().backward()
-        gradients.append((query.grad, key.grad))
-    for found, expected in zip(gradients[1], gradients[0], strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-        assert expected.abs().max() > 1e-3
-
-
-def test_half_precision_is_raised() -> None:
-    query, key = queries_and_keys(dtype=torch.bfloat16)
-    found = received_chunked(query, key, SCALE)
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found, received_eager(query.float(), key.float(), SCALE), rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("grad", [False, True])
-def test_memory_is_linear_in_the_tokens(grad: bool) -> None:
-    """No tensor of the chunked form grows as N x N: the largest is a slab, what it keeps is O(N)."""
-    slab, largest, kept = 4096, {}, {}
-    for tokens in (256, 512, 1024):
-        query, key = (x.requires_grad_(grad) for x in queries_and_keys(batch=1, heads=1, tokens=tokens))
-        with largest_tensor() as seen:
-            result = received_chunked(query, key, SCALE, slab=slab)
-            if grad:
-                result.sum().backward()
-        largest[tokens] = seen["numel"]
-        kept[tokens] = result.numel()
-    assert max(largest.values()) <= max(slab, query.numel())
-    assert kept == {tokens: tokens for tokens in kept}
-    with largest_tensor() as seen:
-        received_eager(query, key, SCALE)
-    assert seen["numel"] == 1024 * 1024
 
 
 def test_a_long_sequence_never_holds_a_map() -> None:
@@ -125,26 +48,26 @@ def statistics_of(request: StatisticsRequest, options: dict[str, Any] | None = N
     return own_map(backbone, tokens.x), statistics
 
 
-@pytest.mark.parametrize("eager", [False, True])
-def test_parts_of_the_map_that_count(eager: bool) -> None:
+@pytest.mark.parametrize("backend", ["eager", "chunked", "fused"])
+def test_parts_of_the_map_that_count(backend: str) -> None:
     """Left-out queries, left-out keys (others renormalised) and the token itself, against the whole map."""
     with torch.no_grad():
-        attention, plain = statistics_of(StatisticsRequest(received=True, class_row=True, eager=eager))
+        attention, plain = statistics_of(StatisticsRequest(received=True, class_row=True, backend=backend))
         close(plain.received, attention.mean(dim=2))
         close(plain.class_row, attention[:, :, 0])
 
-        _, found = statistics_of(StatisticsRequest(received=True, skip_queries=(0, 2), eager=eager))
+        _, found = statistics_of(StatisticsRequest(received=True, skip_queries=(0, 2), backend=backend))
         rows = [1, *range(3, attention.shape[2])]
         close(found.received, attention[:, :, rows].mean(dim=2))
 
-        _, found = statistics_of(StatisticsRequest(received=True, class_row=True, skip_keys=(0, 1), eager=eager))
+        _, found = statistics_of(StatisticsRequest(received=True, class_row=True, skip_keys=(0, 1), backend=backend))
         rest = attention.clone()
         rest[..., :2] = 0
         rest = rest / rest.sum(dim=-1, keepdim=True)
         close(found.received, rest.mean(dim=2))
         close(found.class_row, rest[:, :, 0])
 
-        _, found = statistics_of(StatisticsRequest(received=True, skip_self=True, eager=eager))
+        _, found = statistics_of(StatisticsRequest(received=True, skip_self=True, backend=backend))
         others = attention * (1 - torch.eye(attention.shape[2], dtype=attention.dtype))
         close(found.received, others.mean(dim=2))
         assert (found.received.sum(dim=-1) < 1).all()
@@ -160,27 +83,124 @@ def test_row_means_say_nothing() -> None:
         close(found.received.sum(dim=-1), torch.ones(3, 4, dtype=torch.float64))
 
 
-def test_output_does_not_depend_on_statistics() -> None:
+def test_exact_output_does_not_depend_on_statistics() -> None:
+    """To the last bit when the request says so, and to rounding when one pass computes both."""
     backbone = adapt(vit(qk_norm=True, init_values=0.5))
     tokens, context = backbone.embed(images())
-    x = tokens.side()
-    block = backbone.block(1)
+    x, block = tokens.side(), backbone.block(1)
+    received = StatisticsRequest(received=True)
     with torch.no_grad():
         expected = block.attend(x, context)
-        for request in (
-            StatisticsRequest(received=True),
-            StatisticsRequest(received=True, eager=True),
-            StatisticsRequest(class_row=True),
-        ):
+        for request in (replace(received, exact=True), StatisticsRequest(class_row=True, key_mean=True)):
             assert torch.equal(block.attend_with_statistics(x, context, request)[0], expected)
+        for backend in ("eager", "chunked", "fused"):
+            output, found = block.attend_with_statistics(x, context, replace(received, backend=backend))
+            torch.testing.assert_close(output, expected, rtol=0, atol=1e-6)
+            exact = block.statistics(x, context, replace(received, backend="eager"))
+            torch.testing.assert_close(found.received, exact.received, rtol=0, atol=1e-6)
         projection = torch.randn(block.query_key_shape)
-        output, random = block.attend_with_statistics(
-            x, context, StatisticsRequest(received=True), projection=projection
-        )
-        _, trained = block.attend_with_statistics(tokens.side(), context, StatisticsRequest(received=True))
+        output, random = block.attend_with_statistics(x, context, received, projection=projection)
+        _, trained = block.attend_with_statistics(x, context, received)
     assert torch.equal(output, expected)
     assert not torch.allclose(random.received, trained.received, atol=1e-3)
     torch.testing.assert_close(random.received.sum(dim=-1), torch.ones(3, 4))
+
+
+def test_one_pass_and_two_passes_agree() -> None:
+    """Output and every statistic, with padding, biases, positions, a left-out query, grouped heads and causal order."""
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(3, 4, 9, 8, generator=generator)
+    key, value = torch.randn(2, 3, 2, 9, 8, generator=generator)
+    valid = torch.arange(9) < torch.tensor([[9], [5], [7]])
+    padded = MapRows(query_valid=valid, key_valid=valid, key_bias=torch.rand(3, 9, generator=generator))
+    placed = MapRows(logit_bias=torch.rand(1, 4, 9, 9, generator=generator))
+    position = torch.arange(9).mul(2).add(1).expand(3, 9)
+    everything = StatisticsRequest(received=True, class_row=True, key_mean=True, value_norm=True, skip_queries=(1,))
+    causal = replace(everything, class_row=False)
+    cases = [
+        *((rows, replace(everything, skip_self=own)) for rows in (padded, placed, MapRows()) for own in (False, True)),
+        *((replace(rows, causal=True), causal) for rows in (padded, placed, MapRows())),
+        (replace(padded, causal=True, query_position=position, key_position=position), causal),
+        (replace(padded, causal=True, query_segment=position // 8, key_segment=position // 8), causal),
+    ]
+    for rows, asked in cases:
+        output, found = attention_with_statistics(query, key, value, Kernel(0.4), asked, rows)
+        wide = (query, *(x.repeat_interleave(2, dim=1) for x in (key, value)))
+        slow = replace(asked, exact=True, backend="eager")
+        two, other = attention_with_statistics(*wide, Kernel(0.4), slow, rows, mask=mask_of(rows))
+        alone = attention_statistics(query, key, value, 0.4, asked, rows)
+        torch.testing.assert_close(output, two, rtol=0, atol=1e-6)
+        for name in ("received", "class_row", "key_mean", "value_norm"):
+            if getattr(asked, name):
+                torch.testing.assert_close(getattr(found, name), getattr(other, name), rtol=0, atol=1e-6)
+                torch.testing.assert_close(getattr(alone, name), getattr(other, name), rtol=0, atol=1e-6)
+
+
+def mask_of(rows: MapRows) -> Tensor:
+    """What `rows` says as what is added to the logits."""
+    allowed = torch.ones(3, 1, 9, 9, dtype=torch.bool)
+    if rows.key_valid is not None:
+        allowed = allowed & rows.key_valid[:, None, None]
+    if rows.causal:
+        allowed = allowed & torch.ones(9, 9, dtype=torch.bool).tril()
+    if rows.query_segment is not None:
+        allowed = allowed & (rows.query_segment.unsqueeze(2) == rows.key_segment.unsqueeze(1)).unsqueeze(1)
+        allowed = allowed | ~allowed.any(dim=-1, keepdim=True)
+    bias = torch.zeros(3, 4, 9, 9).masked_fill(~allowed, -torch.inf)
+    if rows.key_bias is not None:
+        bias = bias + rows.key_bias[:, None, None]
+    return bias if rows.logit_bias is None else bias + rows.logit_bias
+
+
+def test_a_causal_mean_is_over_the_queries_that_see_the_key() -> None:
+    query, key, value = torch.randn(3, 2, 4, 7, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    weights = (query @ key.transpose(-2, -1)).masked_fill(torch.ones(7, 7).triu(1).bool(), -torch.inf).softmax(dim=-1)
+    seen = torch.arange(7, 0, -1)
+    for backend in ("eager", "chunked", "fused"):
+        request = StatisticsRequest(received=True, backend=backend)
+        found = attention_statistics(query, key, value, 1.0, request, MapRows(causal=True)).received
+        close(found, weights.sum(dim=2) / seen)
+        # The first query sees nothing but a key that is left out: it gives nothing, and is still counted.
+        request = replace(request, skip_keys=(0,))
+        found = attention_statistics(query, key, value, 1.0, request, MapRows(causal=True)).received
+        rest = weights[..., 1:] / weights[..., 1:].sum(dim=-1, keepdim=True)
+        close(found[..., 1:], rest.nan_to_num().sum(dim=2) / seen[1:])
+        assert (found[..., 0] == 0).all()
+
+
+def test_dropout_takes_the_output_from_fused_attention() -> None:
+    query, key, value = torch.randn(3, 2, 4, 9, 8)
+    request = StatisticsRequest(received=True)
+    torch.manual_seed(3)
+    output, found = attention_with_statistics(query, key, value, Kernel(0.4, dropout=0.5), request, MapRows())
+    torch.manual_seed(3)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, dropout_p=0.5, scale=0.4)
+    assert torch.equal(output, expected)
+    torch.testing.assert_close(found.received.sum(dim=-1), torch.ones(2, 4))
+
+
+def test_autocast_does_not_lower_the_statistics() -> None:
+    query, key, value = torch.randn(3, 2, 4, 9, 8)
+    expected = attention_statistics(query, key, value, 0.4, StatisticsRequest(received=True), MapRows()).received
+    for backend in ("eager", "chunked", "fused"):
+        request = StatisticsRequest(received=True, backend=backend)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            _, found = attention_with_statistics(query, key, value, Kernel(0.4), request, MapRows())
+        torch.testing.assert_close(found.received, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["eager", "chunked", "fused"])
+def test_scores_across_heads_agree(backend: str) -> None:
+    """Variance and MedAD across heads are read from statistics per head, which every back end returns alike."""
+    model = vit()
+    for router in ("attention_variance", "attention_medad"):
+        routed = route(model, [f"router={router}", "router.query=gap", "capacity.fraction=0.5"])
+        scores = []
+        for name in ("eager", backend):
+            routed.request = replace(routed.request, backend=name)
+            with torch.no_grad():
+                scores.append(routed(images(), return_trace=True)[1][1].scores)
+        torch.testing.assert_close(scores[1], scores[0], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("detach", [True, False])
@@ -204,21 +224,3 @@ def test_nothing_left_to_count_is_an_error() -> None:
 
 def close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-
-
-@contextmanager
-def largest_tensor() -> Iterator[dict[str, int]]:
-    """The number of elements of the largest tensor that any operation returns."""
-    seen = {"numel": 0}
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            out = func(*args, **(kwargs or {}))
-            for value in out if isinstance(out, tuple | list) else (out,):
-                # An expanded view holds fewer elements than it shows.
-                if isinstance(value, Tensor):
-                    seen["numel"] = max(seen["numel"], value.untyped_storage().size() // value.element_size())
-            return out
-
-    with Watch():
-        yield seen

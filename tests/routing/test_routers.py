@@ -160,8 +160,9 @@ def test_wrong_shape_is_named() -> None:
 
 
 def test_ends_of_the_mix_are_its_parts_bit_by_bit() -> None:
-    mix = ["router=mix", "router.init_std=0.1"]
-    attention, learned = scores_of(["router=amod"], X), scores_of(["router=linear", "router.init_std=0.1"], X)
+    mix = ["router=mix", "router.init_std=0.1", "runtime.attention=exact"]
+    attention = scores_of(["router=amod", "runtime.attention=exact"], X)
+    learned = scores_of(["router=linear", "router.init_std=0.1"], X)
     assert torch.equal(scores_of([*mix, "router.alpha=0"], X), attention)
     assert torch.equal(scores_of([*mix, "router.alpha=1"], X), learned)
     half = scores_of([*mix, "router.alpha=0.25"], X)

@@ -1,17 +1,14 @@
-"""Attention that also returns statistics of its map: eager reference and chunked form."""
+"""Attention that also returns statistics of its map, in one pass, by the back end that suits the device."""
 
-from routing_lab.attention.core import Kernel, attention, attention_with_statistics, map_statistics
+from routing_lab.attention.core import Kernel, attention, attention_with_statistics, in_one_pass, map_statistics
+from routing_lab.attention.maps import AttentionMap
 from routing_lab.attention.policy import policy_softmax
-from routing_lab.attention.statistics import (
-    AttentionStatistics,
-    MapRows,
-    StatisticsRequest,
-    attention_statistics,
-    received_chunked,
-    received_eager,
-)
+from routing_lab.attention.registry import BACKENDS, backend, choose
+from routing_lab.attention.statistics import AttentionStatistics, MapRows, StatisticsRequest, attention_statistics
 
 __all__ = [
+    "BACKENDS",
+    "AttentionMap",
     "AttentionStatistics",
     "Kernel",
     "MapRows",
@@ -19,8 +16,9 @@ __all__ = [
     "attention",
     "attention_statistics",
     "attention_with_statistics",
+    "backend",
+    "choose",
+    "in_one_pass",
     "map_statistics",
     "policy_softmax",
-    "received_chunked",
-    "received_eager",
 ]

@@ -12,7 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from routing_lab.attention.policy import policy_softmax
-from routing_lab.attention.statistics import AttentionStatistics, MapRows, StatisticsRequest, attention_statistics
+from routing_lab.attention.statistics import (
+    AttentionStatistics,
+    MapRows,
+    StatisticsRequest,
+    attention_statistics,
+    one_pass,
+    one_pass_answers,
+)
 
 
 @dataclass(frozen=True)
@@ -50,8 +57,7 @@ def attention(
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, dropout_p=kernel.dropout, scale=kernel.scale
         )
-    scale = query.shape[-1] ** -0.5 if kernel.scale is None else kernel.scale
-    logits = (query * scale) @ key.transpose(-2, -1)
+    logits = (query * _scale(query, kernel)) @ key.transpose(-2, -1)
     if mask is not None:
         logits = logits.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else logits + mask
     weights = logits.softmax(dim=-1) if policy is None else policy_softmax(logits, policy).to(value.dtype)
@@ -70,7 +76,11 @@ def attention_with_statistics(
     policy: Tensor | None = None,
     other_map: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, AttentionStatistics]:
-    """`attention` to the last bit, and the requested statistics of its map.
+    """`attention`, and the requested statistics of its map: from one pass where one map holds both.
+
+    The output then agrees with `attention` to rounding. It does so to the last bit if `request.exact` says so, under
+    dropout and a policy, where keys are left out of the statistics or these are of another map, and where no column of
+    the map is summed.
 
     Args:
         rows: which queries and keys count, and where they stand; says again what `mask` says of padding, of later
@@ -78,8 +88,22 @@ def attention_with_statistics(
         other_map: queries and keys [B, H, N, d] whose map the statistics are of instead, while those of keys and values
             stay those of `key` and `value`.
     """
+    if in_one_pass(kernel, request, policy=policy, other_map=other_map):
+        return one_pass(query, key, value, _scale(query, kernel), request, rows)
     output = attention(query, key, value, kernel, mask=mask, policy=policy)
     return output, map_statistics(query, key, value, kernel, request, rows, other_map=other_map)
+
+
+def in_one_pass(
+    kernel: Kernel,
+    request: StatisticsRequest,
+    *,
+    policy: Tensor | None = None,
+    other_map: object = None,
+) -> bool:
+    """Whether `attention_with_statistics` makes one map for both."""
+    plain = kernel.fused and kernel.dropout == 0 and policy is None and other_map is None
+    return plain and one_pass_answers(request)
 
 
 def map_statistics(
@@ -93,6 +117,9 @@ def map_statistics(
     other_map: tuple[Tensor, Tensor] | None = None,
 ) -> AttentionStatistics:
     """The statistics of `attention_with_statistics` without its output."""
-    scale = query.shape[-1] ** -0.5 if kernel.scale is None else kernel.scale
     map_query, map_key = other_map or (query, key)
-    return attention_statistics(map_query, map_key, value, scale, request, rows, trained_key=key)
+    return attention_statistics(map_query, map_key, value, _scale(query, kernel), request, rows, trained_key=key)
+
+
+def _scale(query: Tensor, kernel: Kernel) -> float:
+    return float(query.shape[-1] ** -0.5) if kernel.scale is None else kernel.scale

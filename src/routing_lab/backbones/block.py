@@ -26,6 +26,7 @@ from routing_lab.attention import (
     StatisticsRequest,
     attention,
     attention_with_statistics,
+    in_one_pass,
     map_statistics,
 )
 from routing_lab.routing.base import Block
@@ -170,6 +171,9 @@ class PreNormBlock(Block):
 
         output = self.called_attention(self._normed(tokens.x, "attention"), parts)
         return self.residual(output, "attention"), found[0]
+
+    def attends_in_one_pass(self, request: StatisticsRequest, projection: Tensor | None = None) -> bool:
+        return in_one_pass(self.kernel, request, policy=self._policy, other_map=projection)
 
     def statistics(
         self,

@@ -172,6 +172,11 @@ class RuntimeConfig(_Strict):
         default=None, ge=1, description="null = one for narrow backbones, else torch's own number"
     )
     progress: Literal["auto", "bar", "plain", "none"] = "auto"
+    attention: Literal["fast", "exact"] = Field(
+        default="fast",
+        description="layers whose attention map is read: output and statistics in one pass, 1e-6 from the untouched "
+        "output, or in two that leave it to the last bit",
+    )
     verify: Literal["stat", "content"] = Field(
         default="stat", description="how the files of a reused run are compared: names, sizes and times, or every byte"
     )

@@ -309,11 +309,17 @@ class Block(ABC):
     def attend_with_statistics(
         self, tokens: Positioned, context: Any, request: StatisticsRequest, *, projection: Tensor | None = None
     ) -> tuple[Tensor, AttentionStatistics]:
-        """`attend(tokens, context)` bit by bit, and the requested statistics of its map.
+        """`attend(tokens, context)` and the requested statistics of its map.
+
+        The output is `attend`'s to rounding, since one pass computes both; with `request.exact` it is so bit by bit.
 
         projection: `query_key_shape`, standard normal; if given, the statistics are those of the map whose queries and
             keys are projected by it, scaled to the spread of the trained weights (`router.attention=random`).
         """
+
+    def attends_in_one_pass(self, request: StatisticsRequest, projection: Tensor | None = None) -> bool:
+        """Whether `attend_with_statistics` reads columns off the map that attention makes, and makes none besides."""
+        return False
 
     @abstractmethod
     def statistics(

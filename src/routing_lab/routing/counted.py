@@ -6,6 +6,7 @@ Shape legend: B batch, N tokens, K queries, M keys, D width.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -77,10 +78,14 @@ class CountedBlock(Block):
         number = _number(tokens.x, self.valid)
         self.work.add_attention(number, number)
         besides = self._besides()
-        besides.map_pairs += _map_pairs(request, number, number)
+        apart = replace(request, received=False) if self.attends_in_one_pass(request, projection) else request
+        besides.map_pairs += _map_pairs(apart, number, number)
         if projection is not None:
             self._note_random(tokens, number, number)
         return self.block.attend_with_statistics(tokens, context, request, projection=projection)
+
+    def attends_in_one_pass(self, request: StatisticsRequest, projection: Tensor | None = None) -> bool:
+        return self.block.attends_in_one_pass(request, projection)
 
     def statistics(
         self,

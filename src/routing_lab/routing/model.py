@@ -32,6 +32,7 @@ from routing_lab.routing.tokens import Layout, Selection, Tokens, samples_of
 from routing_lab.routing.work import Work
 
 Active = Literal["both", "train", "eval"]
+AttentionMode = Literal["fast", "exact"]
 
 AXIS_MODULES = ("router", "scaling", "capacity", "bypass", "corruption")
 
@@ -405,6 +406,17 @@ class RoutedModel(nn.Module):
         for layer in self.layers.values():
             assert isinstance(layer, RoutedLayer)
             layer.execution = execution
+
+    def set_attention(self, mode: AttentionMode) -> None:
+        """How layers whose map is read attend.
+
+        `fast` (default) computes output and statistics in one pass: 1e-6 from the untouched backbone's output. `exact`
+        takes two, and leaves the output as it is to the last bit.
+        """
+        if mode not in ("fast", "exact"):
+            raise ValueError(f"attention = {mode}: expected fast or exact")
+        if self.request is not None:
+            self.request = replace(self.request, exact=mode == "exact")
 
     def extra_repr(self) -> str:
         depth = self.adapter.depth
