@@ -26,6 +26,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -128,8 +129,8 @@ def plan_study(
     loaded = _checked_arms(study, scale, extra, hydra, composer)
     _check_metric(study, loaded)
     check_arms(study, {arm: arm_loaded.resolved for arm, arm_loaded in loaded.items()})
-    planned_seeds = study.planned_seeds(scale)
-    cells, folders, jobs = _cells(study, scale, planned_seeds, loaded, [*extra, f"study={study.key(scale)}"])
+    planned = study.planned_cells(scale)
+    cells, folders, jobs = _cells(study, scale, planned, loaded, [*extra, f"study={study.key(scale)}"])
     runs = Path(next(iter(loaded.values())).config.paths.runs)
     if (obstacle := unwritable(runs)) is not None:
         raise ConfigError([Problem("paths.runs", str(runs), obstacle)])
@@ -156,7 +157,7 @@ def pilot_of(planned: PlannedStudy, seeds: Sequence[int]) -> PlannedStudy:
     """The cells of a study's pilot, in a folder of their own and with seeds that no verdict counts."""
     study, scale, runs = planned.plan.study, planned.plan.scale, pilot_folder(planned.runs)
     overrides = [*planned.overrides, f"study={pilot_key(study, scale)}", f"paths.runs={runs}"]
-    cells, folders, jobs = _cells(study, scale, seeds, planned.arms, overrides)
+    cells, folders, jobs = _cells(study, scale, list(product(seeds, study.arms)), planned.arms, overrides)
     plan = Plan(study, scale, tuple(cells))
     return replace(planned, plan=plan, folders=[runs / folder.name for folder in folders], jobs=jobs, runs=runs)
 
@@ -197,7 +198,9 @@ def run(planned: PlannedStudy) -> int:
     print(f"{plan.study.key(plan.scale)}: {len(plan.cells) - left} of {len(plan.cells)} cells have finished")
     code, failed = 0, list[str]()
     for seeds in plan.study.looks(plan.scale):
-        missing = [i for i in planned.missing() if plan.cells[i].seed in seeds]
+        missing = [
+            i for i in planned.missing() if plan.cells[i].seed in {*seeds, *plan.study.extra_seeds(plan.cells[i].arm)}
+        ]
         if missing:
             code, failed = _launch(planned, missing)
         failed = failed or _probe(planned)
@@ -295,16 +298,16 @@ def _checked_arms(
 
 
 def _cells(
-    study: Study, scale: str, seeds: Sequence[int], arms: Mapping[str, Loaded], overrides: Sequence[str]
+    study: Study, scale: str, planned: Sequence[tuple[int, str]], arms: Mapping[str, Loaded], overrides: Sequence[str]
 ) -> tuple[list[Cell], list[Path], list[list[str]]]:
-    """Every arm under every seed: the cells, their run folders and their overrides."""
+    """The cells of (seed, arm) pairs, their run folders and their overrides."""
     cells, folders, jobs = [], [], []
-    for seed in seeds:
-        for arm, loaded in arms.items():
-            resolved = {**loaded.resolved, "seed": seed}
-            cells.append(Cell(arm, seed, identity(resolved)))
-            folders.append(run_folder(loaded.config.model_copy(update={"seed": seed}), resolved))
-            jobs.append([*study.overrides(arm, scale, overrides), f"arm={arm}", f"seed={seed}"])
+    for seed, arm in planned:
+        loaded = arms[arm]
+        resolved = {**loaded.resolved, "seed": seed}
+        cells.append(Cell(arm, seed, identity(resolved)))
+        folders.append(run_folder(loaded.config.model_copy(update={"seed": seed}), resolved))
+        jobs.append([*study.overrides(arm, scale, overrides), f"arm={arm}", f"seed={seed}"])
     return cells, folders, jobs
 
 
@@ -395,7 +398,9 @@ def _holds_verdict(path: Path) -> bool:
 def _seeds_text(plan: Plan) -> str:
     looks = plan.study.looks(plan.scale)
     sizes = ", ".join(str(len(seeds)) for seeds in looks)
-    return f"{sizes} seeds" if len(looks) == 1 else f"{len(looks[-1])} seeds (looks at {sizes})"
+    text = f"{sizes} seeds" if len(looks) == 1 else f"{len(looks[-1])} seeds (looks at {sizes})"
+    variate = plan.study.control_variate
+    return text if variate is None else f"{text}, {variate.arm} {variate.seeds} seeds,"
 
 
 def _state(folder: Path) -> str:

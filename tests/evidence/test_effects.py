@@ -13,7 +13,7 @@ from tests.evidence.test_statistics import GOLDEN
 from tests.evidence.test_study import ARMS, content
 
 from routing_lab.evidence import statistics
-from routing_lab.evidence.study import parse_study
+from routing_lab.evidence.study import StudyError, parse_study
 from routing_lab.evidence.verdict import evaluate
 from routing_lab.runs.records import read_records
 
@@ -60,6 +60,53 @@ def test_pairing_is_worth_what_it_saves(tmp_path: Path) -> None:
     unpaired = np.var(values[0], ddof=1) + np.var(values[1], ddof=1)
     assert effect.effective_seeds == pytest.approx(6 * unpaired / effect.sd**2)
     assert effect.effective_seeds > 12
+
+
+@pytest.mark.parametrize(("n", "correlation"), [(6, 0.0), (6, 0.9), (20, 0.6)])
+def test_a_control_variate_keeps_what_its_interval_promises_and_narrows_it_where_it_explains(
+    n: int, correlation: float
+) -> None:
+    rng = np.random.default_rng(n)
+    missed, widths, plain = 0, [], []
+    for _ in range(1500):
+        control = rng.standard_normal(60)
+        values = correlation * control[:n] + math.sqrt(1 - correlation**2) * rng.standard_normal(n)
+        found = statistics.control_variate(values, control[:n], control)
+        missed += not found.low <= 0 <= found.high
+        widths.append(found.high - found.low)
+        plain.append(np.subtract(*statistics.one_sample_t(values).interval[::-1]))
+    # Nominal or conservative, within two standard errors of 1500 draws.
+    assert missed / 1500 <= 0.05 + 0.0113
+    if correlation:
+        assert np.mean(widths) < np.mean(plain)
+    four = rng.standard_normal(4)
+    assert statistics.control_variate(four, four, control) == statistics.one_sample_t(four)
+
+
+def test_a_registered_control_variate_is_taken_out_of_every_effect(tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    settings: dict[str, Any] = {"control_variate": {"arm": "dense", "seeds": 30}}
+    study = parse_study(content(**settings))
+    assert len(study.planned_cells("toy")) == 6 * 5 + 24
+    for seed in range(30):
+        common = rng.normal(0, 0.02)
+        for arm, changes in ARMS.items():
+            # What makes a seed good for the dense arm widens the gap between the two routers.
+            value = 0.7 + common * {"dense": 1, "amod_none": 1.5, "linear_none": 0.5}.get(arm, 1) + rng.normal(0, 0.002)
+            if arm == "dense" or seed < 6:
+                write_run(tmp_path, {**changes, "study": "confound.toy", "arm": arm}, seed, value)
+    records = read_records(tmp_path)
+    with_it, without = (evaluate(s, records, scale="toy") for s in (study, parse_study(content())))
+    assert with_it.verdict.is_complete
+    assert with_it.provenance == ()
+    first, second = (result.effects["source at none"] for result in (with_it, without))
+    assert first.high - first.low < 0.6 * (second.high - second.low)
+    assert first.effective_seeds > 2 * second.effective_seeds
+    told = [record for record in records if not (record["arm"] == "dense" and record["seed"] == 29)]
+    assert evaluate(study, told, scale="toy").missing == ("dense: missing: seed 29",)
+    assert not evaluate(study, told, scale="toy").verdict.is_complete
+    with pytest.raises(StudyError, match=r"control_variate.seeds=6: more than the 6 seeds"):
+        parse_study(content(control_variate={"arm": "dense", "seeds": 6}))
 
 
 def untrained(root: Path, accuracy: dict[str, float], examples: int, order: int = 0) -> None:

@@ -114,8 +114,17 @@ class Effect:
         return self.evidence.state
 
 
-def estimate_effects(study: Study, arms: Mapping[str, Arm], levels: Levels) -> dict[str, Effect]:
-    """Every effect of a study, in the order of `study.effect_names`, as far as the records go."""
+def estimate_effects(
+    study: Study, arms: Mapping[str, Arm], levels: Levels, variate: Mapping[int, float] | None = None
+) -> dict[str, Effect]:
+    """Every effect of a study, in the order of `study.effect_names`, as far as the records go.
+
+    Args:
+        study: the study.
+        arms: its arms with the seeds that are judged.
+        levels: error rates of the tests.
+        variate: seed to result of the study's control variate, under all its seeds.
+    """
     blocked = {name: provenance.contradictions(arm) for name, arm in arms.items()}
     effects = {}
     for name in study.effect_names():
@@ -129,7 +138,9 @@ def estimate_effects(study: Study, arms: Mapping[str, Arm], levels: Levels) -> d
         )
         problems = [problem for arm in study.arms_of(name) for problem in blocked[arm]]
         effects[name] = (
-            replace(empty, refusal="; ".join(problems)) if problems else _estimate(study, arms, empty, levels)
+            replace(empty, refusal="; ".join(problems))
+            if problems
+            else _estimate(study, arms, empty, levels, variate or {})
         )
     return _adjusted(study, effects, levels)
 
@@ -164,16 +175,20 @@ def _kind(study: Study, name: str) -> Kind:
     return formatting.metric(study.convergence.metric).kind if is_area else "ratio"
 
 
-def _estimate(study: Study, arms: Mapping[str, Arm], empty: Effect, levels: Levels) -> Effect:
+def _estimate(
+    study: Study, arms: Mapping[str, Arm], empty: Effect, levels: Levels, variate: Mapping[int, float]
+) -> Effect:
     name = empty.name
     if name in study.weights:
-        return _linear_effect(study, arms, empty, levels)
+        return _linear_effect(study, arms, empty, levels, variate)
     if name == SAVING:
         return _saving_effect(study, arms, empty, levels)
     return _curve_effect(study, arms, empty, levels)
 
 
-def _linear_effect(study: Study, arms: Mapping[str, Arm], empty: Effect, levels: Levels) -> Effect:
+def _linear_effect(
+    study: Study, arms: Mapping[str, Arm], empty: Effect, levels: Levels, variate: Mapping[int, float]
+) -> Effect:
     """A weighted sum of the arms' results under each seed."""
     weights = study.weights[empty.name]
     values = {arm: arms[arm].values(study.metric) for arm in weights}
@@ -187,7 +202,8 @@ def _linear_effect(study: Study, arms: Mapping[str, Arm], empty: Effect, levels:
     effect = _from_values(empty, per_seed, levels, scale=scale, is_counted=metric.is_exact)
     if effect.insensitive and study.metric == "test/acc":
         effect = _over_examples(effect, arms, weights, levels) or effect
-    else:
+    elif not effect.is_exact:
+        effect = _without_common(effect, variate, levels) if variate.keys() >= per_seed.keys() else effect
         effect = replace(effect, effective_seeds=_effective_seeds(effect, values, weights))
     if metric.kind == "percent":
         effect = replace(effect, insensitive=effect.insensitive or _saturated(study, arms, weights))
@@ -305,6 +321,29 @@ def _effective_seeds(effect: Effect, values: Mapping[str, Mapping[int, float]], 
         return math.nan
     apart = sum(weight**2 * np.var(list(values[arm].values()), ddof=1) for arm, weight in weights.items())
     return float(effect.n * apart / effect.sd**2)
+
+
+def _without_common(effect: Effect, variate: Mapping[int, float], levels: Levels) -> Effect:
+    """An effect with what it has in common with a control variate taken out."""
+    seeds = sorted(effect.values)
+    values, control = [effect.values[seed] for seed in seeds], [variate[seed] for seed in seeds]
+    everything = [variate[seed] for seed in sorted(variate)]
+    wide = statistics.control_variate(values, control, everything, 1 - levels.two_sided)
+    narrow = statistics.control_variate(values, control, everything, 1 - 2 * levels.one_sided)
+    if wide.df == effect.n - 1:
+        return effect
+    return replace(
+        effect,
+        estimate=wide.mean,
+        low=wide.low,
+        high=wide.high,
+        narrow_low=narrow.low,
+        narrow_high=narrow.high,
+        sd=wide.sd,
+        p=wide.p,
+        p_sign_flip=math.nan,
+        detectable=statistics.minimum_detectable_effect(wide.sd, wide.n, alpha=levels.two_sided),
+    )
 
 
 def _over_examples(

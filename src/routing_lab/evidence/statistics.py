@@ -251,6 +251,37 @@ def one_sample_t(values: ArrayLike, level: float = 0.95, scale: float | None = N
     return _t_difference(n, mean, sd, se, n - 1, level)
 
 
+def control_variate(values: ArrayLike, control: ArrayLike, everything: ArrayLike, level: float = 0.95) -> Difference:
+    """t interval and test of the mean of `values`, with what they have in common with a control taken out.
+
+    The regression estimator of double sampling (Cochran, 1977, section 12.6), mean(y) - b (mean(x) - mean(X)): the mean
+    of the control is known better from N values than from the n that go with `values`. Its variance is
+    s^2 (1 / n + (mean(x) - mean(X))^2 / SS(x)) + b^2 S^2 / N, s^2 that of the residuals with n - 2 degrees of freedom,
+    which are taken for the whole.
+
+    Args:
+        values: y, one a seed.
+        control: x, under the same seeds in the same order.
+        everything: X, the control under all its seeds, those of `values` among them.
+        level: of the interval.
+
+    Returns:
+        As `one_sample_t`; `sd` is the standard deviation whose mean over n would have this standard error. Under five
+        values, or where the control does not vary, that of `values` alone.
+    """
+    y, x, whole = _vector(values), _vector(control), _vector(everything)
+    n = len(y)
+    plain = one_sample_t(y, level)
+    spread = float(((x - x.mean()) ** 2).sum()) if n else 0.0
+    if n < MIN_SEEDS + 2 or plain.is_degenerate or spread <= 1e-18:
+        return plain
+    slope = float(((x - x.mean()) * (y - y.mean())).sum()) / spread
+    residual = float(((y - y.mean() - slope * (x - x.mean())) ** 2).sum()) / (n - 2)
+    shift = float(x.mean() - whole.mean())
+    se = math.sqrt(residual * (1 / n + shift**2 / spread) + slope**2 * float(whole.var(ddof=1)) / len(whole))
+    return _t_difference(n, float(y.mean()) - slope * shift, se * math.sqrt(n), se, n - 2, level)
+
+
 def welch(a: ArrayLike, b: ArrayLike, level: float = 0.95) -> Difference:
     """Welch's interval and test of the difference of two unpaired means; `n` is the smaller group, `sd` is NaN.
 

@@ -161,6 +161,16 @@ class Controls(_Strict):
         return (*self.positive, *self.negative)
 
 
+class ControlVariate(_Strict):
+    """An arm, as a rule the dense one, that runs under seeds 0 to `seeds` - 1, more than the study's: what the effects
+    have in common with its results is taken out of them, see `statistics.control_variate`. Worth its seeds only where
+    an arm's results follow this arm's from seed to seed; `worth unpaired seeds` says what it gave.
+    """
+
+    arm: Text
+    seeds: int = Field(gt=MIN_SEEDS)
+
+
 class Looks(_Strict):
     """Seeds 0, 1, ... in portions: a verdict may be reached at `first` seeds and after every `step` more, up to `most`.
 
@@ -238,6 +248,7 @@ class Study(_Strict):
     reference: Text
     margin: Margin | None = None
     controls: Controls = Field(default_factory=Controls)
+    control_variate: ControlVariate | None = None
     contrasts: dict[Text, Contrast] = Field(min_length=1)
     decision: Decision
     scales: dict[Scale, ScaleSettings] = Field(min_length=1)
@@ -279,6 +290,18 @@ class Study(_Strict):
     def planned_seeds(self, scale: str) -> tuple[int, ...]:
         """All the seeds that a scale may run."""
         return self.looks(scale)[-1]
+
+    def extra_seeds(self, arm: str) -> tuple[int, ...]:
+        """Seeds of an arm as a control variate, empty for the others."""
+        variate = self.control_variate
+        return tuple(range(variate.seeds)) if variate is not None and variate.arm == arm else ()
+
+    def planned_cells(self, scale: str) -> list[tuple[int, str]]:
+        """(seed, arm) of every cell at a scale, seed by seed."""
+        planned = self.planned_seeds(scale)
+        cells = [(seed, arm) for seed in planned for arm in self.arms]
+        extra = [(seed, arm) for arm in self.arms for seed in self.extra_seeds(arm) if seed not in planned]
+        return [*cells, *extra]
 
     @property
     def margin_size(self) -> float:
@@ -593,6 +616,14 @@ def _arm_problems(study: Study) -> list[str]:
     for name, factor in study.factors.items():
         for level, arms in factor.levels.items():
             check(f"factors.{name}.levels.{level}", arms)
+    if study.control_variate:
+        check("control_variate.arm", [study.control_variate.arm])
+        most = max(len(study.planned_seeds(scale)) for scale in study.scales)
+        if not most < study.control_variate.seeds <= PILOT_SEEDS:
+            problems.append(
+                f"control_variate.seeds={study.control_variate.seeds}: more than the {most} seeds of the study are "
+                f"expected, and none from {PILOT_SEEDS} on"
+            )
     if study.equal_accuracy:
         check("equal_accuracy", [*study.equal_accuracy.curve, study.equal_accuracy.reference])
     for scale, settings in study.scales.items():

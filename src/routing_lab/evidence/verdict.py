@@ -7,7 +7,7 @@ the first rule whose conditions are shown gives the verdict. `invalid` is said w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -112,7 +112,7 @@ def evaluate(
     looks = planned_looks(study, own)
     chosen = _judged(study, arms, looks[0], plan)
     for look in looks:
-        if _missing(study, arms, look.seeds, _needed(study)):
+        if _missing(study, arms, look.seeds):
             break
         chosen = _judged(study, arms, look, plan)
         if chosen[1].name != "inconclusive":
@@ -120,7 +120,7 @@ def evaluate(
     effects, verdict, controls, look, used = chosen
     comparisons = {name: _comparison(study, name, used, effects) for name in study.contrasts}
     labels = sorted({scale_label(record) for arm in arms.values() for record in arm.finished.values()})
-    missing = tuple(f"{name}: {text}" for name, arm in arms.items() if (text := arm.missing(look.seeds)))
+    missing = tuple(_missing(study, arms, look.seeds, study.arms))
     strays = _strays(study, own, records) if plan is None else []
     return StudyResult(
         study,
@@ -154,7 +154,9 @@ def study_arms(
         names = {study.name, *(study.key(known) for known in wanted)}
         seeds = {seed for known in wanted for seed in study.planned_seeds(known)}
         for record in records:
-            if record["study"] in names and record["arm"] in cells and record["seed"] in seeds:
+            if record["study"] not in names or record["arm"] not in cells:
+                continue
+            if record["seed"] in seeds or record["seed"] in study.extra_seeds(record["arm"]):
                 found = cells[record["arm"]]
                 if record["seed"] not in found or is_finished(record):
                     found[record["seed"]] = record
@@ -381,6 +383,11 @@ def design_lines(result: StudyResult) -> list[str]:
         lines.append(f"Family: {study.family.text()}")
     elif study.decision.adjust == "holm":
         lines.append("Family: signs adjusted by Holm over the contrasts and whatever else the rules read")
+    if study.control_variate is not None:
+        variate = study.control_variate
+        lines.append(
+            f"Control variate: {variate.arm} under {variate.seeds} seeds, taken out of every effect by regression"
+        )
     if look.num_looks > 1:
         lines.append(
             f"Look: {look.number} of {look.num_looks}, {len(look.seeds)} seeds, two-sided tests at "
@@ -434,11 +441,20 @@ def _recorded_scale(study: Study, records: Sequence[Mapping[str, Any]]) -> str:
 
 def _needed(study: Study) -> set[str]:
     """Arms without which the rules and the controls cannot be read."""
-    return {arm for name in (*study.read_effects, *study.controls.names) for arm in study.arms_of(name)}
+    variate = [study.control_variate.arm] if study.control_variate else []
+    return {arm for name in (*study.read_effects, *study.controls.names) for arm in study.arms_of(name)} | {*variate}
 
 
-def _missing(study: Study, arms: Mapping[str, Arm], seeds: Sequence[int], needed: set[str]) -> list[str]:
-    return [f"{name}: {text}" for name, arm in arms.items() if name in needed and (text := arm.missing(seeds))]
+def _missing(
+    study: Study, arms: Mapping[str, Arm], seeds: Sequence[int], needed: Collection[str] | None = None
+) -> list[str]:
+    """Cells without a result, by arm; of the arms without which there is no verdict, if not told otherwise."""
+    wanted = _needed(study) if needed is None else needed
+    return [
+        f"{name}: {text}"
+        for name, arm in arms.items()
+        if name in wanted and (text := arm.missing(sorted({*seeds, *study.extra_seeds(name)})))
+    ]
 
 
 def _judged(
@@ -448,9 +464,10 @@ def _judged(
         name: replace(arm, cells={seed: record for seed, record in arm.cells.items() if seed in look.seeds})
         for name, arm in arms.items()
     }
-    effects = estimate_effects(study, used, look.levels)
+    variate = arms[study.control_variate.arm].values(study.metric) if study.control_variate else {}
+    effects = estimate_effects(study, used, look.levels, variate)
     controls = judged_controls(study, effects)
-    missing = _missing(study, used, look.seeds, _needed(study))
+    missing = _missing(study, arms, look.seeds)
     if missing and len(look.seeds) >= statistics.MIN_SEEDS:
         refused = [f"{name}: {effects[name].refusal}" for name in study.read_effects if effects[name].refusal]
         says = f"no verdict before the planned seeds ({formatting.runs_of(list(look.seeds))})"
@@ -477,7 +494,7 @@ def _unequal(study: Study, effects: Mapping[str, Effect]) -> list[str]:
 
 def _strays(study: Study, scale: str, records: Sequence[Mapping[str, Any]]) -> list[str]:
     """Seeds that have run under the study's name and that it does not name: it was changed, or stopped early."""
-    planned = set(study.planned_seeds(scale))
+    planned = {*study.planned_seeds(scale), *(seed for arm in study.arms for seed in study.extra_seeds(arm))}
     found = sorted(
         {
             record["seed"]
