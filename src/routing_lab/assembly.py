@@ -14,7 +14,7 @@ from routing_lab.axes.facts import SUBLAYERS, BackboneFacts
 from routing_lab.backbones import adapt
 from routing_lab.backbones.build import build_llama, build_vit
 from routing_lab.config import Config, load
-from routing_lab.config.schema import LlamaBackboneConfig, TimmBackboneConfig
+from routing_lab.config.backbones import LlamaBackboneConfig, TimmBackboneConfig
 from routing_lab.routing.base import LayerSpec
 from routing_lab.routing.layer import RoutedLayer
 from routing_lab.routing.model import Backbone, RoutedModel

@@ -32,7 +32,7 @@ def refused(*overrides: str, config_dir: Path | None = None) -> list[str]:
         ("router.head.x=1", "router.head.x = 1: no such key"),
         ("router=", "router = '': no such member; there are "),
         ("router=null", "router = null: must be one of "),
-        ("init.kind=nowhere", "init.kind = nowhere: must be one of checkpoint, dense, pretrained, scratch"),
+        ("init.kind=nowhere", "init.kind = nowhere: must be one of checkpoint, dense, pretrained, run, scratch"),
         ("router=[", "router = [: is not a valid override: "),
         ("seed=0,1", "seed = 0,1: several values need -m"),
         # types and ranges
@@ -254,9 +254,10 @@ def test_routing_of_a_given_model_is_checked_against_its_facts() -> None:
     assert config.placement.options == {"layers": [6, 11]}
     with pytest.raises(ConfigError, match="heads 0 to 5"):
         load(["router.head_reduction=head", "router.head=6"], facts=facts)
-    with pytest.raises(ConfigError, match="causal backbone"):
-        load(["router=amod"], facts=BackboneFacts(depth=4, width=64, heads=4, causal=True))
-    load(["router=linear"], facts=BackboneFacts(depth=4, width=64, heads=4, causal=True))
+    causal = BackboneFacts(depth=4, width=64, heads=4, causal=True)
+    (remark,) = load(["router=amod", "capacity=threshold", "capacity.threshold=0.1"], facts=causal).warnings
+    assert remark.startswith("router=amod scores a token by later ones")
+    assert load(["router=linear", "scaling=multiply", "capacity=threshold"], facts=causal).warnings == []
 
 
 def test_a_stored_configuration_can_be_checked_again() -> None:

@@ -21,13 +21,12 @@ from routing_lab.axes.routers import ROUTERS
 from routing_lab.backbones import adapt
 from routing_lab.backbones.build import build_vit
 from routing_lab.config import Config, conf_path, load
+from routing_lab.config.backbones import TimmBackboneConfig
 from routing_lab.config.nominal import (
-    backbone_shape,
     layer_tokens,
     nominal_counts,
     routing_rules,
 )
-from routing_lab.config.schema import TimmBackboneConfig
 from routing_lab.cost.macs import LayerTokens, ModelShape, routed_macs
 from routing_lab.cost.measure import WorkMeter, vision_shape
 from routing_lab.routing.model import RoutedModel
@@ -105,7 +104,7 @@ def test_cost_is_the_reference(overrides: tuple[str, ...]) -> None:
     real: dict[int, list[LayerTokens]] = {}
     for row in CASES[overrides]:
         stride = row.get("patch_stride", 16)
-        shape = backbone_shape(backbone(BACKBONES[row["model"]]).model_copy(update={"patch_stride": stride}), CLASSES)
+        shape = backbone(BACKBONES[row["model"]]).model_copy(update={"patch_stride": stride}).shape(CLASSES)
         assert shape is not None
         layers = nominal(config, shape)
         cost = routed_macs(shape, layers)

@@ -12,8 +12,8 @@ from typing import Any
 
 from routing_lab.axes import AXES
 from routing_lab.axes.routers import DenseRouterConfig
+from routing_lab.config.backbones import TimmBackboneConfig
 from routing_lab.config.nominal import (
-    backbone_shape,
     layer_tokens,
     nominal_counts,
     routing_rules,
@@ -25,7 +25,6 @@ from routing_lab.config.schema import (
     FullSize,
     IsoflopConfig,
     IsoflopSolution,
-    TimmBackboneConfig,
 )
 from routing_lab.cost.isoflop import chosen_layers, solve_depth, solve_width
 from routing_lab.cost.macs import ModelShape, dense_macs, routed_macs
@@ -38,7 +37,7 @@ def with_baseline(sections: Mapping[str, Any]) -> tuple[dict[str, Any], list[Pro
     """
     isoflop: IsoflopConfig = sections["isoflop"]
     backbone = sections["backbone"]
-    if isoflop.by == "none" or not isinstance(backbone, TimmBackboneConfig):
+    if isoflop.by == "none" or backbone.facts().causal:
         return dict(sections), [], []
     if isoflop.solution is not None:
         backbone = backbone.model_copy(update=isoflop.solution.full.model_dump())
@@ -46,7 +45,7 @@ def with_baseline(sections: Mapping[str, Any]) -> tuple[dict[str, Any], list[Pro
     classes = sections["data"].num_classes
     if classes is None:
         return dict(sections), [Problem.of("data.num_classes", None, "isoflop needs the number of classes")], []
-    full = backbone_shape(backbone, classes)
+    full = backbone.shape(classes)
     if full is None or backbone.mlp_ratio is None:
         message = "isoflop needs the MLP of the backbone, backbone.mlp_ratio and backbone.mlp"
         return dict(sections), [Problem.of("backbone.mlp_ratio", backbone.mlp_ratio, message)], []

@@ -18,8 +18,7 @@ from routing_lab.axes.placements import PlacementConfig
 from routing_lab.axes.routers import RouterConfig
 from routing_lab.axes.scalings import ScalingConfig
 from routing_lab.axes.visibilities import VisibilityConfig
-from routing_lab.config.schema import TimmBackboneConfig
-from routing_lab.cost.macs import LayerRule, LayerTokens, ModelShape, layer_rules
+from routing_lab.cost.macs import LayerRule, LayerTokens, layer_rules
 
 
 class RoutingAxes(Protocol):
@@ -115,24 +114,3 @@ def layer_tokens(rules: Sequence[LayerRule], counts: Sequence[Treated]) -> list[
         rule.tokens(count.entering, count.entering if rule.sublayer is None else count.treated)
         for rule, count in zip(rules, counts, strict=True)
     ]
-
-
-def backbone_shape(backbone: TimmBackboneConfig, classes: int) -> ModelShape | None:
-    """The shape of the model that `backbone` describes; None where it leaves the MLP to timm."""
-    if backbone.mlp_ratio is None or backbone.mlp is None:
-        return None
-    hidden = int(backbone.width * backbone.mlp_ratio)
-    facts = backbone.facts()
-    assert facts.tokens is not None
-    return ModelShape(
-        width=backbone.width,
-        depth=backbone.depth,
-        heads=backbone.heads,
-        mlp_hidden=hidden // 2 if backbone.mlp == "swiglu" else hidden,
-        mlp_matrices=3 if backbone.mlp == "swiglu" else 2,
-        positions=facts.tokens - len(facts.prefix),
-        prefix=len(facts.prefix),
-        patch_inputs=backbone.patch_size**2 * backbone.channels,
-        classes=classes,
-        head_tokens=2 if backbone.distilled else 1,
-    )

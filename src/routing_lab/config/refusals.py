@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from routing_lab.axes import AXES
@@ -19,28 +18,16 @@ from routing_lab.axes.losses import LossConfig
 from routing_lab.axes.placements import PlacementConfig
 from routing_lab.axes.routers import ROUTERS, RouterConfig
 from routing_lab.axes.scalings import ScalingConfig
+from routing_lab.config.backbones import BackboneConfig
 from routing_lab.config.checks import Check, takes_options
 from routing_lab.config.problems import Problem, one_line
 from routing_lab.config.schema import (
     TASKS,
-    BackboneConfig,
     IsoflopConfig,
-    LlamaBackboneConfig,
     TaskConfig,
     TaskFacts,
-    TimmBackboneConfig,
 )
-from routing_lab.config.training import (
-    CheckpointInit,
-    DenseInit,
-    InitConfig,
-    PretrainedInit,
-    RunInit,
-    RuntimeConfig,
-    ScratchInit,
-    TrackingConfig,
-    TrainConfig,
-)
+from routing_lab.config.training import InitConfig, RuntimeConfig, TrackingConfig, TrainConfig
 from routing_lab.data.inspect import inspect as inspect_data
 from routing_lab.data.inspect import num_train
 from routing_lab.data.layout import DataProblem
@@ -49,38 +36,9 @@ from routing_lab.data.schema import DATA_SETS, DataConfig
 # --- refusals: backbone ---
 
 
-def backbone_shape(backbone: BackboneConfig) -> Iterator[Problem]:
-    """Width divides into heads, the image into patches, and the pooled token exists."""
-    if backbone.width % backbone.heads:
-        yield Problem.of("backbone.heads", backbone.heads, f"must divide backbone.width={backbone.width}")
-    if isinstance(backbone, LlamaBackboneConfig):
-        if backbone.heads % backbone.kv_heads:
-            yield Problem.of("backbone.kv_heads", backbone.kv_heads, f"must divide backbone.heads={backbone.heads}")
-        if backbone.width // backbone.heads % 2:
-            yield Problem.of("backbone.width", backbone.width, "must give every head an even width (rotary embedding)")
-    if not isinstance(backbone, TimmBackboneConfig):
-        return
-    size, patch, stride = backbone.image_size, backbone.patch_size, backbone.patch_stride
-    if stride is None and size % patch:
-        yield Problem.of("backbone.image_size", size, f"must be a multiple of backbone.patch_size={patch}")
-    elif stride is not None and stride > patch:
-        yield Problem.of("backbone.patch_stride", stride, f"must be at most backbone.patch_size={patch}")
-    elif patch > size:
-        yield Problem.of("backbone.patch_size", patch, f"must be at most backbone.image_size={size}")
-    if backbone.pool == "token" and not backbone.class_token:
-        yield Problem.of("backbone.pool", "token", "needs backbone.class_token=true; use backbone.pool=avg")
-    if backbone.distilled and not backbone.class_token:
-        yield Problem.of("backbone.distilled", True, "needs backbone.class_token=true")
-    if backbone.timm_name is None:
-        for key in ("mlp_ratio", "qk_norm", "pool", "mlp"):
-            if getattr(backbone, key) is None:
-                yield Problem.of(f"backbone.{key}", None, "may be null only where backbone.timm_name is set")
-
-
-def backbone_can_be_trained(backbone: BackboneConfig, init: InitConfig) -> Iterator[Problem]:
-    """Published weights need a name."""
-    if isinstance(init, PretrainedInit) and getattr(backbone, "timm_name", None) is None:
-        yield Problem.of("init", "pretrained", f"needs backbone.timm_name; backbone={backbone.name} has none")
+def backbone_can_be_built(backbone: BackboneConfig) -> Iterator[Problem]:
+    """What the backbone refuses by itself."""
+    yield from (Problem.of(*refusal) for refusal in backbone.refusals())
 
 
 # --- where ---
@@ -350,36 +308,21 @@ def recipe_fits_task(task: TaskConfig, train: TrainConfig, isoflop: IsoflopConfi
         yield Problem.of("isoflop.by", isoflop.by, f"sizes a vision transformer, and {chosen} takes a language model")
 
 
-def checkpoint_exists(init: InitConfig) -> Iterator[Problem]:
-    """The checkpoint file is there, and a dense run whose head is solved starts from one."""
-    if isinstance(init, CheckpointInit | DenseInit) and init.path is not None:
-        path = Path(init.path).expanduser()
-        if not path.is_file():
-            yield Problem.of("init.path", init.path, f"no such file (looked at {path.absolute()})")
-    if isinstance(init, DenseInit) and init.readout and init.path is None:
-        yield Problem.of("init.readout", True, "a dense run from random weights learns its head; give init.path too")
+def published_weights_have_a_name(init: InitConfig, backbone: BackboneConfig) -> Iterator[Problem]:
+    """Weights of a library are those of a name."""
+    if init.is_published and backbone.published is None:
+        yield Problem.of("init", init.kind, f"needs backbone.timm_name; backbone={backbone.name} has none")
 
 
-def run_that_goes_on_is_there(init: InitConfig) -> Iterator[Problem]:
-    """The run that goes on is named in one way, and has finished."""
-    if not isinstance(init, RunInit):
-        return
-    if (init.run is None) == (init.epochs is None):
-        message = "give the folder of a finished run, or init.epochs, how long this configuration was trained before"
-        yield Problem.of("init.run", init.run, message)
-    elif (named := init.file()) is not None and not named[2].is_file():
-        yield Problem.of("init.run", init.run, f"no finished run (there is no {named[2].absolute()})")
-
-
-def dense_run_is_trained(init: InitConfig, train: TrainConfig) -> Iterator[Problem]:
-    """Adapting a dense run without training leaves open how long that dense run was trained."""
-    if isinstance(init, DenseInit) and train.epochs == 0 and init.epochs is None:
-        yield Problem.of("init.epochs", None, "train.epochs=0 needs the number of epochs of the dense run")
+def initial_weights_are_there(sections: Mapping[str, Any], init: InitConfig) -> Iterator[Problem]:
+    """The file is there, and a dense run has a length."""
+    train: TrainConfig | None = sections.get("train")
+    yield from (Problem.of(*refusal) for refusal in init.refusals(None if train is None else train.epochs))
 
 
 def teacher_is_trained(init: InitConfig, train: TrainConfig) -> Iterator[Problem]:
     """A teacher that is the model the run starts from has learned something."""
-    if train.distils and train.distill_teacher == "initial" and isinstance(init, ScratchInit):
+    if train.distils and train.distill_teacher == "initial" and init.is_random:
         yield Problem.of(
             "train.distill_teacher",
             "initial",
@@ -389,7 +332,7 @@ def teacher_is_trained(init: InitConfig, train: TrainConfig) -> Iterator[Problem
 
 def isoflop_fits(isoflop: IsoflopConfig, init: InitConfig, train: TrainConfig) -> Iterator[Problem]:
     """Weights of another width cannot be taken over, and a smaller model teaches no better."""
-    if isoflop.by == "width" and isinstance(init, PretrainedInit | DenseInit):
+    if isoflop.by == "width" and init.has_one_width:
         message = f"init={init.kind} has weights of another width; use init=scratch, or isoflop.by=depth"
         yield Problem.of("isoflop.by", "width", message)
     if isoflop.by != "none" and train.distils and train.distill_teacher == "initial":
@@ -404,8 +347,7 @@ def trackers_are_installed(tracking: TrackingConfig) -> Iterator[Problem]:
 
 
 REFUSALS: tuple[Check, ...] = (
-    backbone_shape,
-    backbone_can_be_trained,
+    backbone_can_be_built,
     placed_layers,
     backbone_allows,
     sublayer_allows,
@@ -424,9 +366,8 @@ REFUSALS: tuple[Check, ...] = (
     task_exists,
     task_takes,
     recipe_fits_task,
-    checkpoint_exists,
-    run_that_goes_on_is_there,
-    dense_run_is_trained,
+    published_weights_have_a_name,
+    initial_weights_are_there,
     isoflop_fits,
     teacher_is_trained,
     trackers_are_installed,

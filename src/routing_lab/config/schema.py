@@ -13,12 +13,12 @@ from pydantic import Field, SerializeAsAny, field_validator
 from routing_lab.axes.base import Index, Member, Name, Outside, Positive, Seed, Strict
 from routing_lab.axes.bypasses import BypassConfig
 from routing_lab.axes.capacities import CapacityConfig
-from routing_lab.axes.facts import BackboneFacts
 from routing_lab.axes.losses import LossConfig
 from routing_lab.axes.placements import PlacementConfig
 from routing_lab.axes.routers import RouterConfig
 from routing_lab.axes.scalings import ScalingConfig
 from routing_lab.axes.visibilities import VisibilityConfig
+from routing_lab.config.backbones import LlamaBackboneConfig, TimmBackboneConfig
 from routing_lab.config.training import (
     InitConfig,
     RuntimeConfig,
@@ -28,61 +28,6 @@ from routing_lab.config.training import (
     WandbConfig,
 )
 from routing_lab.data.schema import DataConfig
-
-# --- backbones ---
-
-
-class BackboneConfig(Strict):
-    """Keys that every backbone has."""
-
-    name: Name
-    width: Positive
-    depth: Positive
-    heads: Positive
-
-    def facts(self) -> BackboneFacts:
-        """What routing needs to know of this backbone."""
-        return BackboneFacts(self.depth, self.width, self.heads)
-
-
-class TimmBackboneConfig(BackboneConfig):
-    """A vision transformer of timm, built from the fields or, where `timm_name` is set, as the model of that name."""
-
-    kind: Literal["timm"]
-    timm_name: str | None
-    image_size: Positive
-    patch_size: Positive
-    patch_stride: Positive | None
-    channels: Positive
-    mlp_ratio: Annotated[float, Field(gt=0)] | None
-    class_token: bool
-    distilled: bool
-    registers: int = Field(ge=0)
-    layer_scale: Annotated[float, Field(gt=0)] | None
-    qk_norm: bool | None
-    pool: Literal["token", "avg"] | None
-    mlp: Literal["gelu", "swiglu"] | None
-    dropout: float = Field(ge=0, lt=1)
-    drop_path: float = Field(ge=0, lt=1)
-
-    def facts(self) -> BackboneFacts:
-        kinds = ["class"] * self.class_token + ["distillation"] * self.distilled + ["registers"] * self.registers
-        side = (self.image_size - self.patch_size) // (self.patch_stride or self.patch_size) + 1
-        return BackboneFacts(self.depth, self.width, self.heads, tuple(kinds), len(kinds) + side * side)
-
-
-class LlamaBackboneConfig(BackboneConfig):
-    """A decoder of the Llama family."""
-
-    kind: Literal["llama"]
-    vocab_size: Positive
-    context: Positive
-    kv_heads: Positive
-    mlp_width: Positive
-
-    def facts(self) -> BackboneFacts:
-        return BackboneFacts(self.depth, self.width, self.heads, causal=True)
-
 
 # --- the dense baseline of equal cost ---
 

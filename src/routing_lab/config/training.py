@@ -5,11 +5,13 @@ Plain pydantic models, read by `routing_lab.config`; nothing here imports torch.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from routing_lab.axes.base import Refusal
 from routing_lab.axes.base import Strict as _Strict
 
 
@@ -94,21 +96,40 @@ class TrainConfig(_Strict):
 
 
 class _Init(_Strict):
-    """What a run starts from."""
+    """What a run starts from.
+
+    is_random: they have learned nothing. is_published: a library knows them by the backbone's name. has_one_width: they
+    fit the backbone of the arm and none of another width.
+    """
+
+    is_random: ClassVar[bool] = False
+    is_published: ClassVar[bool] = False
+    has_one_width: ClassVar[bool] = False
 
     def file(self) -> tuple[str, str, Path] | None:
         """The file of weights that the configuration names: its key, the value there and the path; None without."""
         return None
 
+    def refusals(self, epochs: int | None) -> Iterator[Refusal]:
+        """What cannot be started from; epochs: of the run, None where they are not known."""
+        path = getattr(self, "path", None)
+        if path is not None and not Path(path).expanduser().is_file():
+            yield "init.path", path, f"no such file (looked at {Path(path).expanduser().absolute()})"
+
 
 class ScratchInit(_Init):
     """Random weights from the initialisation stream of the seed."""
+
+    is_random: ClassVar[bool] = True
 
     kind: Literal["scratch"]
 
 
 class PretrainedInit(_Init):
     """The weights timm publishes for `backbone.timm_name`."""
+
+    is_published: ClassVar[bool] = True
+    has_one_width: ClassVar[bool] = True
 
     kind: Literal["pretrained"]
 
@@ -132,12 +153,21 @@ class CheckpointInit(_Init):
 class DenseInit(_Init):
     """The weights of the dense run of the same backbone, data, recipe and seed, trained first if it is missing."""
 
+    has_one_width: ClassVar[bool] = True
+
     kind: Literal["dense"]
     epochs: int | None = Field(ge=0, description="epochs of that dense run; null = train.epochs")
     path: str | None = Field(
         default=None, min_length=1, description="file that the dense run starts from; null = random weights"
     )
     readout: bool = Field(default=False, description="the dense run gets its head in closed form; needs init.path")
+
+    def refusals(self, epochs: int | None) -> Iterator[Refusal]:
+        yield from super().refusals(epochs)
+        if self.readout and self.path is None:
+            yield "init.readout", True, "a dense run from random weights learns its head; give init.path too"
+        if epochs == 0 and self.epochs is None:
+            yield "init.epochs", None, "train.epochs=0 needs the number of epochs of the dense run"
 
 
 class RunInit(_Init):
@@ -148,6 +178,15 @@ class RunInit(_Init):
     epochs: int | None = Field(
         ge=0, description="epochs of the run of this configuration, from scratch, that goes on; instead of a folder"
     )
+
+    def refusals(self, epochs: int | None) -> Iterator[Refusal]:
+        if (self.run is None) == (self.epochs is None):
+            message = (
+                "give the folder of a finished run, or init.epochs, how long this configuration was trained before"
+            )
+            yield "init.run", self.run, message
+        elif self.run is not None and not final_weights(self.run).is_file():
+            yield "init.run", self.run, f"no finished run (there is no {final_weights(self.run).absolute()})"
 
     def file(self) -> tuple[str, str, Path] | None:
         return None if self.run is None else ("init.run", self.run, final_weights(self.run))

@@ -1,0 +1,125 @@
+"""Types and ranges of the keys that describe a backbone, and what can be said of it before it is built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from routing_lab.axes.base import Name, Positive, Refusal, Strict
+from routing_lab.axes.facts import BackboneFacts
+from routing_lab.cost.macs import ModelShape
+
+
+class BackboneConfig(Strict):
+    """Keys that every backbone has."""
+
+    name: Name
+    width: Positive
+    depth: Positive
+    heads: Positive
+
+    @property
+    def published(self) -> str | None:
+        """The name under which weights of it are published; None: there are none."""
+        return None
+
+    def facts(self) -> BackboneFacts:
+        """What routing needs to know of this backbone."""
+        return BackboneFacts(self.depth, self.width, self.heads)
+
+    def refusals(self) -> Iterator[Refusal]:
+        """What cannot be built."""
+        if self.width % self.heads:
+            yield "backbone.heads", self.heads, f"must divide backbone.width={self.width}"
+
+
+class TimmBackboneConfig(BackboneConfig):
+    """A vision transformer of timm, built from the fields or, where `timm_name` is set, as the model of that name."""
+
+    kind: Literal["timm"]
+    timm_name: str | None
+    image_size: Positive
+    patch_size: Positive
+    patch_stride: Positive | None
+    channels: Positive
+    mlp_ratio: Annotated[float, Field(gt=0)] | None
+    class_token: bool
+    distilled: bool
+    registers: int = Field(ge=0)
+    layer_scale: Annotated[float, Field(gt=0)] | None
+    qk_norm: bool | None
+    pool: Literal["token", "avg"] | None
+    mlp: Literal["gelu", "swiglu"] | None
+    dropout: float = Field(ge=0, lt=1)
+    drop_path: float = Field(ge=0, lt=1)
+
+    @property
+    def published(self) -> str | None:
+        return self.timm_name
+
+    def facts(self) -> BackboneFacts:
+        kinds = ["class"] * self.class_token + ["distillation"] * self.distilled + ["registers"] * self.registers
+        return BackboneFacts(self.depth, self.width, self.heads, tuple(kinds), len(kinds) + self.num_patches)
+
+    @property
+    def num_patches(self) -> int:
+        """Patches of an image."""
+        return ((self.image_size - self.patch_size) // (self.patch_stride or self.patch_size) + 1) ** 2
+
+    def shape(self, classes: int) -> ModelShape | None:
+        """The shape that its cost depends on; None where it leaves the MLP to timm."""
+        if self.mlp_ratio is None or self.mlp is None:
+            return None
+        hidden = int(self.width * self.mlp_ratio)
+        return ModelShape(
+            width=self.width,
+            depth=self.depth,
+            heads=self.heads,
+            mlp_hidden=hidden // 2 if self.mlp == "swiglu" else hidden,
+            mlp_matrices=3 if self.mlp == "swiglu" else 2,
+            positions=self.num_patches,
+            prefix=len(self.facts().prefix),
+            patch_inputs=self.patch_size**2 * self.channels,
+            classes=classes,
+            head_tokens=2 if self.distilled else 1,
+        )
+
+    def refusals(self) -> Iterator[Refusal]:
+        yield from super().refusals()
+        size, patch, stride = self.image_size, self.patch_size, self.patch_stride
+        if stride is None and size % patch:
+            yield "backbone.image_size", size, f"must be a multiple of backbone.patch_size={patch}"
+        elif stride is not None and stride > patch:
+            yield "backbone.patch_stride", stride, f"must be at most backbone.patch_size={patch}"
+        elif patch > size:
+            yield "backbone.patch_size", patch, f"must be at most backbone.image_size={size}"
+        if self.pool == "token" and not self.class_token:
+            yield "backbone.pool", "token", "needs backbone.class_token=true; use backbone.pool=avg"
+        if self.distilled and not self.class_token:
+            yield "backbone.distilled", True, "needs backbone.class_token=true"
+        if self.timm_name is None:
+            for key in ("mlp_ratio", "qk_norm", "pool", "mlp"):
+                if getattr(self, key) is None:
+                    yield f"backbone.{key}", None, "may be null only where backbone.timm_name is set"
+
+
+class LlamaBackboneConfig(BackboneConfig):
+    """A decoder of the Llama family."""
+
+    kind: Literal["llama"]
+    vocab_size: Positive
+    context: Positive
+    kv_heads: Positive
+    mlp_width: Positive
+
+    def facts(self) -> BackboneFacts:
+        return BackboneFacts(self.depth, self.width, self.heads, causal=True)
+
+    def refusals(self) -> Iterator[Refusal]:
+        yield from super().refusals()
+        if self.heads % self.kv_heads:
+            yield "backbone.kv_heads", self.kv_heads, f"must divide backbone.heads={self.heads}"
+        if self.width // self.heads % 2:
+            yield "backbone.width", self.width, "must give every head an even width (rotary embedding)"
