@@ -69,6 +69,10 @@ class LlamaBackbone(Backbone):
     def heads(self) -> int:
         return self.module.config.num_attention_heads
 
+    def example(self, batch: int) -> Tensor:
+        config = self.module.config
+        return torch.randint(config.vocab_size, (batch, min(config.max_position_embeddings, 512)))
+
     def embed(self, inputs: Tensor, layout: Layout | None = None) -> tuple[Tokens, DecoderContext]:
         model = self.module.model
         x = model.embed_tokens(inputs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from routing_lab.routing.model import Backbone
@@ -15,6 +16,10 @@ class VisionBackbone(Backbone):
     """A vision transformer: images [B, C, H, W] become prefix tokens and the patches of a grid, row by row."""
 
     causal = False
+
+    def example(self, batch: int) -> Tensor:
+        embed = self.module.patch_embed
+        return torch.randn(batch, embed.proj.in_channels, *embed.img_size)
 
     def embed(self, inputs: Tensor, layout: Layout | None = None) -> tuple[Tokens, Any]:
         if layout is not None:

@@ -86,6 +86,10 @@ class Backbone(ABC):
         return None
 
     @abstractmethod
+    def example(self, batch: int) -> Tensor:
+        """Random inputs for so many examples, of the shape that the model was built for."""
+
+    @abstractmethod
     def embed(self, inputs: Tensor, layout: Layout | None = None) -> tuple[Tokens, Any]:
         """The tokens [B, N, D] that enter the first block, and what all blocks share in this forward.
 
