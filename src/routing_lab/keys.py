@@ -19,6 +19,7 @@ LATER: Mapping[str, Any] = MappingProxyType(
     {
         "tracking": "wandb",
         "placement.active": "both",
+        "bypass.threshold": None,
         "data.duplicates": "refuse",
         "data.form": "spelling",
         "init.entry": None,

@@ -49,14 +49,50 @@ TIMM: dict[str, Callable[[], Any]] = {
     "beit": partial(from_timm, "beit_base_patch16_224"),
     "beit-shared": partial(built, Beit, use_rel_pos_bias=True, use_shared_rel_pos_bias=True),
 }
+
+
+def from_transformers(kind: str, config: str, **options: Any) -> nn.Module:
+    """A vision model of transformers, made small."""
+    import transformers
+
+    torch.manual_seed(0)
+    vision = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "image_size": 8, "patch_size": 2}
+    vision |= {"intermediate_size": 64, **options}
+    made = getattr(transformers, config)
+    if config in ("CLIPConfig", "SiglipConfig"):
+        made = made(vision_config=vision, num_labels=5)
+    else:
+        made = made(**vision, num_labels=5)
+    return stirred(getattr(transformers, kind)(made))
+
+
+HF: dict[str, Callable[[], Any]] = {
+    "hf-vit": partial(from_transformers, "ViTForImageClassification", "ViTConfig"),
+    "hf-vit-model": partial(from_transformers, "ViTModel", "ViTConfig", pooler_output_size=32),
+    "hf-deit": partial(from_transformers, "DeiTForImageClassification", "DeiTConfig"),
+    "hf-deit-teacher": partial(from_transformers, "DeiTForImageClassificationWithTeacher", "DeiTConfig"),
+    "hf-dinov2": partial(from_transformers, "Dinov2ForImageClassification", "Dinov2Config", use_swiglu_ffn=True),
+    "hf-dinov2-model": partial(from_transformers, "Dinov2Model", "Dinov2Config"),
+    "hf-dinov2-registers": partial(
+        from_transformers, "Dinov2WithRegistersForImageClassification", "Dinov2WithRegistersConfig"
+    ),
+    "hf-dinov3": partial(from_transformers, "DINOv3ViTModel", "DINOv3ViTConfig", num_register_tokens=2),
+    "hf-clip": partial(from_transformers, "CLIPForImageClassification", "CLIPConfig"),
+    "hf-clip-vision": partial(from_transformers, "CLIPVisionModel", "CLIPVisionConfig"),
+    "hf-clip-projected": partial(
+        from_transformers, "CLIPVisionModelWithProjection", "CLIPVisionConfig", projection_dim=5
+    ),
+    "hf-siglip": partial(from_transformers, "SiglipForImageClassification", "SiglipConfig"),
+    "hf-siglip-vision": partial(from_transformers, "SiglipVisionModel", "SiglipVisionConfig"),
+}
 DECODERS: dict[str, Callable[[], Any]] = {
     "llama": partial(decoder, "Llama"),
     "mistral": partial(decoder, "Mistral"),
     "qwen2": partial(decoder, "Qwen2"),
     "qwen3": partial(decoder, "Qwen3"),
 }
-FAMILIES = {**TIMM, **DECODERS}
-ROTARY = ("eva02", "eva-gated", "dinov3", "perception", "rope", "rope-mixed", "sapiens", *DECODERS)
+FAMILIES = {**TIMM, **HF, **DECODERS}
+ROTARY = ("eva02", "eva-gated", "dinov3", "perception", "rope", "rope-mixed", "sapiens", "hf-dinov3", *DECODERS)
 
 
 def inputs_of(name: str, batch: int = 3, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -67,4 +103,6 @@ def inputs_of(name: str, batch: int = 3, dtype: torch.dtype = torch.float32) -> 
 def output_of(model: nn.Module, inputs: Tensor) -> Tensor:
     """What the original model says: a tensor, or what transformers wraps."""
     found = model(inputs)
-    return found if isinstance(found, Tensor) else found.logits
+    if isinstance(found, Tensor):
+        return found
+    return next(found[key] for key in ("logits", "image_embeds", "pooler_output") if found.get(key) is not None)

@@ -177,3 +177,36 @@ def test_schedules() -> None:
     with pytest.raises(ValueError, match=r"bypass.merged = \[1, 2\]: 2 entries for 3 routed layers"):
         merge_schedule([1, 2], 0.0, 17, 3)
     assert [merge_count(5, tokens, 2) for tokens in (1, 2, 3, 4, 12, 13)] == [0, 0, 0, 1, 5, 5]
+
+
+def test_a_threshold_merges_what_is_similar_enough() -> None:
+    generator = torch.Generator().manual_seed(4)
+    metric = torch.randn(3, 17, 6, generator=generator)
+    even, odd = (torch.nn.functional.normalize(part, dim=-1) for part in (metric[:, 2::2], metric[:, 1::2]))
+    best = (even @ odd.transpose(1, 2)).amax(dim=2)
+    threshold = 0.6
+    expected = (best >= threshold).sum(dim=1)
+    assert len(set(expected.tolist())) > 1
+    tokens = Tokens(torch.randn(3, 17, 8, generator=generator), num_prefix=1)
+    matching = bipartite_matching(metric, 8, 1, threshold=threshold)
+    merged = merge(tokens, matching)
+    assert torch.equal(merged.counts(), 17 - expected)
+    assert torch.equal((merged.sizes() * merged.valid).sum(dim=1), torch.full((3,), 17.0))
+    for sample in range(3):
+        alone = merge(
+            Tokens(tokens.x[sample : sample + 1], num_prefix=1),
+            bipartite_matching(metric[sample : sample + 1], 8, 1, threshold=threshold),
+        )
+        torch.testing.assert_close(merged.x[sample, : 17 - expected[sample]], alone.x[0, : 17 - expected[sample]])
+
+
+def test_a_threshold_is_an_option_of_the_bypass() -> None:
+    arm = ["method=tome", "bypass.merged=0.5"]
+    with torch.no_grad():
+        everything = routed([*arm, "bypass.threshold=-1"])(images())
+        torch.testing.assert_close(everything, routed(arm)(images()), rtol=0, atol=1e-5)
+        nothing = routed([*arm, "bypass.threshold=1.0"])(images())
+        torch.testing.assert_close(nothing, routed(["router=dense"])(images()), rtol=0, atol=1e-5)
+        _, trace = routed([*arm, "bypass.threshold=0.5"])(images(), return_trace=True)
+    assert trace[0].remaining is not None
+    assert 9 < trace[0].remaining.float().mean() < 17

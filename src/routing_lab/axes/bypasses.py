@@ -89,6 +89,7 @@ class MergeConfig(BypassConfig):
     name: Name = "merge"
     class_path: str = shipped("routing_lab.routing.merge.Merge")
     merged: Index | Annotated[float, Field(gt=0, lt=1)] | list[Index] = 0.066
+    threshold: Annotated[float, Field(ge=-1, le=1)] | None = None
     inflect: float = Field(default=0.0, ge=-1, le=1)
     proportional: bool = True
 

@@ -99,8 +99,8 @@ class LlamaBackbone(Backbone):
     def norm(self, x: Tensor) -> Tensor:
         return self.module.model.norm(x)
 
-    def head(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
-        return self.module.lm_head(self.module.model.norm(x))
+    def classify(self, normed: Tensor, valid: Tensor | None = None, pre_logits: bool = False) -> Tensor:
+        return normed if pre_logits else self.module.lm_head(normed)
 
 
 class MistralBackbone(LlamaBackbone):

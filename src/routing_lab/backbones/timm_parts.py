@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from routing_lab.attention import Kernel
 from routing_lab.backbones.block import Branch, FusedProjection, called, expect, unwrapped
-from routing_lab.backbones.vision import VisionBackbone
+from routing_lab.backbones.vision import VisionBackbone, mean_of
 from routing_lab.routing.tokens import Positioned
 
 
@@ -70,20 +70,18 @@ class TimmBackbone(VisionBackbone):
     def norm(self, x: Tensor) -> Tensor:
         return self.module.norm(x)
 
-    def head(self, x: Tensor, valid: Tensor | None = None) -> Any:
+    def classify(self, normed: Tensor, valid: Tensor | None = None, pre_logits: bool = False) -> Any:
         model = self.module
-        x = model.norm(x)
         if valid is None or model.global_pool == "token":
-            return model.forward_head(x)
+            return model.forward_head(normed, pre_logits=pre_logits)
         if model.global_pool != "avg" or getattr(model, "attn_pool", None) is not None:
             raise ValueError(
                 f"backbone.pool = {model.global_pool}: samples with different numbers of tokens need pool=token or "
                 "pool=avg"
             )
         first = 0 if getattr(model, "pool_include_prefix", False) else model.num_prefix_tokens
-        weight = valid[:, first:].unsqueeze(-1).to(x.dtype)
-        pooled = (x[:, first:] * weight).sum(dim=1) / weight.sum(dim=1).clamp_min(1)
-        return model.head(model.head_drop(model.fc_norm(pooled)))
+        pooled = model.head_drop(model.fc_norm(mean_of(normed, valid, first)))
+        return pooled if pre_logits else model.head(pooled)
 
 
 class TimmBlock(FusedProjection):

@@ -33,3 +33,11 @@ class VisionBackbone(Backbone):
     @abstractmethod
     def grid(self, inputs: Tensor) -> tuple[int, int]:
         """Rows and columns of the patches that images are made into."""
+
+
+def mean_of(x: Tensor, valid: Tensor | None, first: int) -> Tensor:
+    """[B, D] the mean over the tokens x [B, N, D] from `first` on, without those that are not valid [B, N]."""
+    if valid is None:
+        return x[:, first:].mean(dim=1)
+    weight = valid[:, first:].unsqueeze(-1).to(x.dtype)
+    return (x[:, first:] * weight).sum(dim=1) / weight.sum(dim=1).clamp_min(1)

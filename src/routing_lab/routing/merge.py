@@ -32,6 +32,8 @@ class Merge(Reduction):
         spec: the layer; its rank among the routed ones finds its number in a schedule.
         merged: tokens merged away in each layer (ToMe's r), a list with a number for each routed layer, or below 1 a
             fraction of the tokens that entered the first layer. At most half of those behind the prefix are merged.
+        threshold: of these pairs those are merged whose similarity, in [-1, 1], is at least this, so that samples merge
+            different numbers; with `merged=0.5` it decides alone. None: all of them.
         inflect: slope of that number over depth, see `merge_schedule`: -1 falls to 0, 0 is constant, 1 rises from 0.
         proportional: later layers add log(size) to the logits of each key.
     """
@@ -43,12 +45,14 @@ class Merge(Reduction):
         spec: LayerSpec,
         *,
         merged: float | Sequence[int] = 0.066,
+        threshold: float | None = None,
         inflect: float = 0.0,
         proportional: bool = True,
     ) -> None:
         super().__init__()
         self.spec = spec
         self.merged = merged
+        self.threshold = threshold
         self.inflect = inflect
         self.proportional = proportional
 
@@ -66,7 +70,8 @@ class Merge(Reduction):
         count = merge_count(wanted, kept.x.shape[1], kept.num_prefix)
         if count == 0:
             return kept
-        matching = bipartite_matching(selection.gather(attention.key_mean), count, kept.num_prefix, kept.valid)
+        metric = selection.gather(attention.key_mean)
+        matching = bipartite_matching(metric, count, kept.num_prefix, kept.valid, self.threshold)
         return replace(merge(kept, matching), proportional=self.proportional)
 
 
@@ -86,7 +91,13 @@ class Matching:
 
 
 @torch.no_grad()
-def bipartite_matching(metric: Tensor, count: int, num_prefix: int = 0, valid: Tensor | None = None) -> Matching:
+def bipartite_matching(
+    metric: Tensor,
+    count: int,
+    num_prefix: int = 0,
+    valid: Tensor | None = None,
+    threshold: float | None = None,
+) -> Matching:
     """ToMe's matching: every token at an even position points at its most similar at an odd one; the best pairs merge.
 
     Args:
@@ -94,6 +105,7 @@ def bipartite_matching(metric: Tensor, count: int, num_prefix: int = 0, valid: T
         count: pairs to take, at most `merge_count` of N tokens.
         num_prefix: first tokens that are neither merged nor merged into.
         valid: [B, N] bool, False at padding, which comes last; a sample of n tokens merges at most `merge_count` of n.
+        threshold: the least similarity of a pair; None: any.
     """
     batch, tokens, _ = metric.shape
     metric = normalize(metric.float() if metric.dtype in (torch.float16, torch.bfloat16) else metric, dim=-1)
@@ -108,6 +120,9 @@ def bipartite_matching(metric: Tensor, count: int, num_prefix: int = 0, valid: T
     if valid is not None:
         allowed = (valid.sum(dim=1, keepdim=True) - num_prefix).clamp_min(0) // 2
         matching.valid = torch.arange(count, device=metric.device) < allowed
+    if threshold is not None:
+        similar = best.gather(1, even) >= threshold
+        matching.valid = similar if matching.valid is None else matching.valid & similar
     return matching
 
 
@@ -131,7 +146,7 @@ def merge(tokens: Tokens, matching: Matching) -> Tokens:
     position = position.scatter(1, matching.index, torch.where(joins, slot, position.gather(1, matching.index)))
 
     remaining = None
-    if tokens.valid is None:
+    if tokens.valid is None and matching.valid is None:
         order = order[:, : number - matching.index.shape[1]]
     else:
         counts = (~gone).sum(dim=1)

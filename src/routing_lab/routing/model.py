@@ -6,7 +6,7 @@ Shape legend: B batch, N tokens, D width.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from routing_lab.attention import AttentionStatistics, StatisticsRequest
 from routing_lab.routing.base import Block, LayerTrace, Reduction, RunState, Trace
 from routing_lab.routing.counted import CountedBlock
+from routing_lab.routing.features import Features, as_map, at_every_position
 from routing_lab.routing.layer import (
     Execution,
     Maps,
@@ -108,11 +109,17 @@ class Backbone(ABC):
         """The norm between the last block and the head, of tokens [B, N, D]."""
 
     @abstractmethod
-    def head(self, x: Tensor, valid: Tensor | None = None) -> Any:
-        """The model's output from the tokens [B, N, D] that left the last block.
+    def classify(self, normed: Tensor, valid: Tensor | None = None, pre_logits: bool = False) -> Any:
+        """The model's output from normed tokens [B, N, D].
 
-        valid: [B, N], False or 0 at tokens that an average leaves out.
+        Args:
+            valid: [B, N], False or 0 at tokens that an average leaves out.
+            pre_logits: what enters the last linear module instead.
         """
+
+    def head(self, x: Tensor, valid: Tensor | None = None) -> Any:
+        """The model's output from the tokens [B, N, D] that left the last block; valid: see `classify`."""
+        return self.classify(self.norm(x), valid)
 
 
 @dataclass(frozen=True)
@@ -250,6 +257,75 @@ class RoutedModel(nn.Module):
             found.append(tokens.with_x(self.adapter.norm(tokens.x)))
         return found[0] if len(found) == 1 else tuple(found)
 
+    def features(self, inputs: Tensor, **run: Any) -> Features:
+        """The last state at every position, for heads that read all of them; run: keywords of `forward`.
+
+        Where a bypass puts halted tokens back (`ponder`), their output is taken.
+        """
+        states = self._states(inputs, None, run)
+        last = states[-1].restored() if states[-1].halted is not None else None
+        x = at_every_position(states)[-1] if last is None else last.x
+        return Features(self.adapter.norm(x), states[0].num_prefix, self.adapter.grid(inputs))
+
+    def forward_features(self, x: Tensor, **run: Any) -> Tensor:
+        """The tokens that are left in the end, after the final norm, for `forward_head`; run: keywords of `forward`.
+
+        Raises:
+            ValueError: samples are left with different numbers of tokens, of which a tensor cannot tell.
+        """
+        tokens = self._states(x, None, run)[-1].restored()
+        if tokens.valid is not None or tokens.policy is not None:
+            raise ValueError(
+                "forward_features: samples are left with different numbers of tokens; call the model, or its `features`"
+            )
+        return self.adapter.norm(tokens.x)
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Any:
+        """The output from `forward_features`, or what enters its last linear module."""
+        return self.adapter.classify(x, pre_logits=pre_logits)
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: int | Sequence[int] | None = None,
+        return_prefix_tokens: bool = False,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: Literal["NCHW", "NLC"] = "NCHW",
+        intermediates_only: bool = False,
+        **run: Any,
+    ) -> Any:
+        """States after some layers at every position, as timm's models give them.
+
+        Args:
+            indices: the last so many layers, or these zero-based ones, from the end where negative; None: all.
+            return_prefix_tokens: pairs of a state of the patches and one of the prefix tokens, where there are any.
+            norm: after the final norm.
+            stop_early: layers after the last one wanted are not computed.
+            output_fmt: NCHW: [B, D, rows, columns]; NLC: [B, patches, D].
+            intermediates_only: the list of states instead of (the final norm's output [B, N0, D], states).
+            run: keywords of `forward`.
+        """
+        adapter = self.adapter
+        taken = _layers(indices, adapter.depth)
+        tokens = self._states(x, max(taken) + 1 if stop_early else None, run)
+        num_prefix, grid = tokens[0].num_prefix, adapter.grid(x)
+        states = at_every_position(tokens)
+        found = []
+        for layer in sorted(set(taken)):
+            state = adapter.norm(states[layer]) if norm else states[layer]
+            patches = as_map(state, num_prefix, grid) if output_fmt == "NCHW" else state[:, num_prefix:]
+            found.append((patches, state[:, :num_prefix]) if return_prefix_tokens and num_prefix else patches)
+        return found if intermediates_only else (adapter.norm(states[-1]), found)
+
+    def _states(self, inputs: Tensor, stop: int | None, run: Mapping[str, Any]) -> list[Tokens]:
+        """The tokens that enter the first layer, and those that leave each."""
+        tokens, context = self.embed(inputs)
+        seen: list[Entering] = []
+        state = self.run_state(tokens, **run)
+        left, _ = self.forward_from(Entering(0, tokens), context, state, traced=False, seen=seen, stop=stop)
+        return [*(entering.tokens for entering in seen), left]
+
     def embed(self, inputs: Tensor, layout: Layout | None = None) -> tuple[Tokens, Any]:
         """The tokens that enter the first layer, and the backbone's context for `forward_tokens`."""
         return self.adapter.embed(inputs, layout)
@@ -299,12 +375,14 @@ class RoutedModel(nn.Module):
         edits: Mapping[int, SelectionEdit] | None = None,
         traced: bool = True,
         seen: list[Entering] | None = None,
+        stop: int | None = None,
     ) -> tuple[Tokens, Trace]:
         """`forward_tokens` from a layer on.
 
         Args:
             entering: what enters that layer.
             seen: what enters each layer is appended to it, so that another forward can begin there.
+            stop: the layer before which it ends; None: all are computed.
 
         The trace begins with that layer.
         """
@@ -316,7 +394,7 @@ class RoutedModel(nn.Module):
             dtype = torch.promote_types(tokens.x.dtype, torch.float32)
             tokens = replace(tokens, policy=tokens.x.new_ones(tokens.x.shape[:2], dtype=dtype))
         adapter = self.adapter
-        for index in range(entering.layer, adapter.depth):
+        for index in range(entering.layer, adapter.depth if stop is None else stop):
             if seen is not None:
                 seen.append(Entering(index, tokens, dict(maps), latest))
             block = adapter.block(index)
@@ -426,6 +504,17 @@ class RoutedModel(nn.Module):
         depth = self.adapter.depth
         pattern = "-".join("D" if layer in self.routed_layers else "T" for layer in range(depth))
         return f"routed_layers={self.routed_layers} (zero-based), {pattern} (T dense, D routed)"
+
+
+def _layers(indices: int | Sequence[int] | None, depth: int) -> list[int]:
+    """Zero-based layers that `forward_intermediates` is asked for."""
+    if indices is None or isinstance(indices, int):
+        wanted = list(range(depth - (depth if indices is None else indices), depth))
+    else:
+        wanted = [depth + index if index < 0 else index for index in indices]
+    if not wanted or not all(0 <= layer < depth for layer in wanted):
+        raise ValueError(f"indices = {indices}: the backbone has layers 0 to {depth - 1}")
+    return wanted
 
 
 def _dense_trace(entered: Tokens, left: Tokens, work: Work) -> LayerTrace:
