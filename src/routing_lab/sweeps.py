@@ -73,7 +73,10 @@ def job(config: DictConfig) -> dict[str, Any]:
     if sweep_dir is None:
         _print_run(outcome)
     else:
-        write_outcome(sweep_dir / hydra_config.sweep.subdir, hydra_config.job.num, outcome)
+        try:
+            write_outcome(sweep_dir / hydra_config.sweep.subdir, hydra_config.job.num, outcome)
+        except OSError as error:  # as on a full disk: the other cells must still be run
+            print(f"{' '.join(overrides)}: its outcome cannot be written: {error}", file=sys.stderr, flush=True)
     if outcome["status"] == INTERRUPTED:
         raise Interrupted(outcome["signal"] or signal.SIGINT)
     if sweep_dir is None and outcome["status"] != FINISHED:
@@ -294,7 +297,11 @@ def _print_table(records: Sequence[dict[str, Any]], path: Path) -> None:
     from routing_lab.evidence.tables import render_plain, render_rich, sweep_table, write_csv
 
     table = sweep_table(records)
-    write_csv(table, path)
+    written = f"table: {path}"
+    try:
+        write_csv(table, path)
+    except OSError as error:
+        written = f"table: cannot be written: {error}"
     console = Console()
     print()
     if console.is_terminal:
@@ -304,7 +311,7 @@ def _print_table(records: Sequence[dict[str, Any]], path: Path) -> None:
         print(render_plain(table))
     print()
     _print_notes(records)
-    print(f"table: {path}")
+    print(written)
 
 
 def _print_notes(records: Sequence[Mapping[str, Any]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import subprocess
 import sys
@@ -43,7 +44,7 @@ def test_two_processes_train_as_one(
     script.write_text(SCRIPT)
     small = [f"{key}={value}" for key, value in SMALL_KEYS]
     done = subprocess.run(
-        [sys.executable, script, *small, *overrides, f"paths.runs={tmp_path / 'two'}", "runtime.devices=2"],
+        [sys.executable, script, *small, *overrides, f"paths.runs={tmp_path / 'two'}", *TWO],
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -57,12 +58,16 @@ def test_two_processes_train_as_one(
     assert record["run_id"] == single["record"]["run_id"]
     history, alone = read_history({"folder": folder.path}), read_history({"folder": single["folder"]})
     assert history["epoch"] == [0, 1]
+    with open(folder.path / "csv" / "metrics.csv", newline="") as file:
+        assert [row["epoch"] for row in csv.DictReader(file)] == ["0", "1", ""]
     # The same examples share a step, so that sums over the processes differ by rounding only.
     np.testing.assert_allclose(history["train/loss"], alone["train/loss"], rtol=1e-3)
     np.testing.assert_allclose(history["val/loss"], alone["val/loss"], rtol=1e-3)
     with np.load(folder.predictions) as saved:
         assert len(np.unique(saved["index"])) == record["data"]["sizes"]["test"]
 
+
+TWO = ("runtime.devices=2", "runtime.strategy=ddp", "tracking=csv")
 
 SMALL_KEYS = [
     ("train.epochs", 2),

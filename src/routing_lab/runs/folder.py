@@ -121,6 +121,11 @@ class RunFolder:
             for leftover in folder.glob(".*.tmp"):
                 leftover.unlink(missing_ok=True)
 
+    def require(self) -> None:
+        """Raise FileNotFoundError where somebody has removed the folder since its configuration was written."""
+        if self.writes and not self.config.exists():
+            raise FileNotFoundError(f"the run folder {self.path} was removed while the run trained")
+
     def set_aside(self) -> Path | None:
         """Move an existing run to `<paths.runs>/.replaced/<folder>-<time>`, where no report looks; the new place."""
         if not self.writes or not self.path.exists():

@@ -48,6 +48,7 @@ class Keeper(Checkpoint):
         history: one row of metrics per finished epoch.
         warnings: what the run had to warn about, once each.
         best: epoch and value of the best `selects`.
+        has_started: whether training has begun, or gone on, in this process.
         seconds, examples: time and examples of training so far, over all interruptions; validation is not counted.
     """
 
@@ -69,6 +70,7 @@ class Keeper(Checkpoint):
         self.history: list[dict[str, Any]] = []
         self.warnings: list[str] = []
         self.best: dict[str, Any] = {"epoch": None}
+        self.has_started = False
         self.seconds = 0.0
         self.examples = 0
         self._epoch_seconds = 0.0
@@ -113,6 +115,9 @@ class Keeper(Checkpoint):
         if trainer.world_size > 1:
             silence_lightning()  # in the processes that Lightning has started
 
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.has_started = True
+
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._started = time.perf_counter()
 
@@ -121,6 +126,7 @@ class Keeper(Checkpoint):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert isinstance(pl_module, Task)
+        self.folder.require()
         self.seconds += self._epoch_seconds
         self.examples += pl_module.num_examples
         row: dict[str, Any] = {
@@ -152,11 +158,14 @@ class Keeper(Checkpoint):
     def _save(self, trainer: pl.Trainer) -> None:
         last, previous = self.folder.last, self.folder.previous
         temporary = last.with_name(f".{last.name}.{os.getpid()}.tmp")
-        trainer.save_checkpoint(temporary)
-        if trainer.is_global_zero:
-            if last.exists():
-                os.replace(last, previous)
-            os.replace(temporary, last)
+        try:
+            trainer.save_checkpoint(temporary)
+            if trainer.is_global_zero:
+                if last.exists():
+                    os.replace(last, previous)
+                os.replace(temporary, last)
+        finally:
+            temporary.unlink(missing_ok=True)  # half of it would keep a full disk full
 
 
 @dataclass(frozen=True)
@@ -236,3 +245,17 @@ def resumable(folder: RunFolder, run_id: str) -> tuple[Path | None, list[str]]:
             return path, found_wrong
         found_wrong.append(f"{path.name} belongs to run {found}; it is not used")
     return None, found_wrong
+
+
+def unlike(path: Path, task: Task) -> str:
+    """What of a checkpoint does not fit a task: names and shapes of weights; empty where they all fit."""
+    saved = torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
+    own = task.state_dict()
+    missing, unknown = [name for name in own if name not in saved], [name for name in saved if name not in own]
+    other = [name for name in own if name in saved and own[name].shape != saved[name].shape]
+    named = {"without": missing, "with the unknown": unknown, "with other shapes of": other}
+    return "; ".join(
+        f"{what} {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
+        for what, names in named.items()
+        if names
+    )

@@ -7,6 +7,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,13 @@ import torch
 
 import routing_lab
 
+VERSIONS = ("routing_lab", "python", "torch", "timm", "lightning", "cpu")
+"""Entries of `environment` with which equal commands may give other bits."""
 
-def environment(device: torch.device) -> dict[str, Any]:
-    """Versions, processor, threads and device."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return {
+
+def environment(device: torch.device | None = None) -> dict[str, Any]:
+    """Versions, processor, threads and, where it is known, device."""
+    found = {
         "routing_lab": routing_lab.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -30,8 +33,17 @@ def environment(device: torch.device) -> dict[str, Any]:
         "cpu": _processor(),
         "num_cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "device": name,
     }
+    if device is not None:
+        found["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return found
+
+
+def other_versions(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """What differs of code, packages and processor between two records: [before, now] by name."""
+    pairs = {name: (before["environment"].get(name), now["environment"].get(name)) for name in VERSIONS}
+    pairs["commit"] = (before["git"].get("commit"), now["git"].get("commit"))
+    return {name: [old, new] for name, (old, new) in pairs.items() if old is not None and old != new}
 
 
 def git_state() -> dict[str, Any]:

@@ -9,7 +9,7 @@ import sys
 import traceback
 import warnings as python_warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -38,13 +38,14 @@ from routing_lab.training.callbacks import (
     save_weights,
     silence_lightning,
     small_update_warning,
+    unlike,
 )
 from routing_lab.training.costs import CostMeter
-from routing_lab.training.environment import command_line, environment, git_state
+from routing_lab.training.environment import command_line, environment, git_state, other_versions
 from routing_lab.training.initialisation import initialise
 from routing_lab.training.readout import solve_head
 from routing_lab.training.signals import Stopped, stoppable
-from routing_lab.training.surroundings import check_surroundings
+from routing_lab.training.surroundings import check_surroundings, launched_outside
 from routing_lab.training.tracking import Described, Tracking
 from routing_lab.training.weights import load_weights, read_weights
 
@@ -144,10 +145,11 @@ def _run_locked(
         if is_finished(before):
             return {"status": FINISHED, "record": before}
     record = new_record(resolved, run_id=identity(resolved), name=run_name(config), command=command)
-    record |= {"warnings": list(warnings), "num_epochs_done": 0, "git": git_state()}
+    record |= {"warnings": list(warnings), "num_epochs_done": 0, "git": git_state(), "environment": environment()}
     if before is not None and before.get("num_epochs_done"):
         # What was learned so far belongs to these data and weights: they are compared, never replaced.
         record |= {key: before[key] for key in ("num_epochs_done", "data", "init")}
+        _note_other_versions(before, record)
     tracking = Tracking(config, Described(folder, record, resolved, config.study or group))
     try:
         folder.prepare()
@@ -159,8 +161,10 @@ def _run_locked(
         tracking.end(record)
         return {"status": INTERRUPTED, "record": record, "error": str(stopped), "signal": stopped.signal}
     except Exception as error:
-        folder.write_error(traceback.format_exc())
+        trace = traceback.format_exc()
         record = _close(folder, record, FAILED)
+        with suppress(OSError):  # on a full disk the record comes first
+            folder.write_error(trace)
         tracking.end(record)
         return {"status": FAILED, "record": record, "error": _one_line(error)}
     return {"status": FINISHED, "record": record, "trained": True}
@@ -221,7 +225,7 @@ def _train_and_test(
         "train_seconds": keeper.seconds,
         f"train_{task.unit}_per_second": keeper.examples / keeper.seconds if keeper.seconds else None,
     }
-    record["environment"] = environment(next(task.parameters()).device)
+    record["environment"] |= environment(next(task.parameters()).device)
     record["status"] = FINISHED
     tracking.end(record)
     record["warnings"] += tracking.warnings
@@ -261,6 +265,11 @@ def _fit(
         if config.runtime.devices > 1 and trainer.strategy.launcher is not None:
             trainer.strategy.launcher.kill(signal.SIGKILL)
         raise
+    except Exception as error:
+        if resume is not None and not keeper.has_started and config.runtime.devices == 1:
+            why = unlike(resume, task) or _one_line(error)
+            raise ValueError(f"{resume.name} is of other code or packages ({why}); rerun=true trains afresh") from error
+        raise
     if len(keeper.history) < config.train.epochs:
         # Trained in processes of their own: what they kept is in the checkpoint.
         keeper.load_state_dict(torch.load(folder.last, "cpu", weights_only=True)["callbacks"][keeper.state_key])
@@ -297,6 +306,18 @@ def _selected_metrics(keeper: Keeper, selection: str, quantities: Sequence[str])
     row = keeper.history[-1 if selection == "last" else keeper.best["epoch"]]
     names = [f"{split}/{name}" for split in ("train", "val") for name in quantities]
     return {"selected_epoch": row["epoch"], **{name: row[name] for name in names}}
+
+
+def _note_other_versions(before: Mapping[str, Any], record: dict[str, Any]) -> None:
+    """Keep in the record, under `environment.resumed`, after which epoch the run went on under which other versions."""
+    resumed = list(before["environment"].get("resumed", []))
+    if changes := other_versions(before, record):
+        resumed.append({"after_epoch": before["num_epochs_done"], **changes})
+    if resumed:
+        record["environment"]["resumed"] = resumed
+    for note in resumed:
+        told = [f"{name} {pair[1]} (before {pair[0]})" for name, pair in note.items() if name != "after_epoch"]
+        record["warnings"].append(f"went on after {note['after_epoch']} epochs with {', '.join(told)}")
 
 
 def _check_same(what: str, before: str | None, now: str) -> None:
@@ -358,20 +379,18 @@ def _trainer(config: Config, **options: Any) -> pl.Trainer:
 
 def _strategy(config: Config) -> str:
     strategy = config.runtime.strategy
-    if strategy == "auto" and config.runtime.devices > 1 and not _launched_outside():
-        # Lightning's default starts the whole command again in every process, which a sweep must not do. Routers may be
+    if config.runtime.devices > 1 and not launched_outside():
+        # Lightning would start the whole command again in every process, which a sweep must not do. Routers may be
         # without a gradient, which DDP has to be told.
-        return "ddp_spawn_find_unused_parameters_true"
+        if strategy in ("auto", "ddp"):
+            return "ddp_spawn_find_unused_parameters_true"
+        if strategy.startswith("ddp_find_unused"):
+            return strategy.replace("ddp_", "ddp_spawn_")
     return strategy
 
 
-def _launched_outside() -> bool:
-    """Whether torchrun or SLURM started one process per device already."""
-    return "TORCHELASTIC_RUN_ID" in os.environ or int(os.environ.get("SLURM_NTASKS", "1")) > 1
-
-
 def _is_first_process() -> bool:
-    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) if _launched_outside() else "0"
+    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) if launched_outside() else "0"
     return rank == "0"
 
 
@@ -385,8 +404,12 @@ def _progress(config: Config) -> str:
 
 
 def _close(folder: RunFolder, record: dict[str, Any], status: str) -> dict[str, Any]:
+    """The record with its last status, written where there is room for it; a run that could not is taken up again."""
     closed = {**record, "status": status}
-    folder.write_record(closed)
+    try:
+        folder.write_record(closed)
+    except OSError as error:
+        _say(f"{folder.path.name}: {status}, which its record does not say: it cannot be written ({error.strerror})")
     return closed
 
 

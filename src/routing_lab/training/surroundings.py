@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from lightning.pytorch.strategies import StrategyRegistry
 
@@ -32,12 +34,20 @@ def check_surroundings(config: Config) -> None:
     if runtime.strategy not in strategies:
         hint = alternatives(runtime.strategy, strategies, "there are ")
         problems.append(Problem.of("runtime.strategy", runtime.strategy, f"Lightning has no such strategy; {hint}"))
+    elif runtime.devices > 1 and runtime.strategy.startswith(("fsdp", "deepspeed")) and not launched_outside():
+        message = "starts the whole command again in every process; start it with torchrun, or use ddp"
+        problems.append(Problem.of("runtime.strategy", runtime.strategy, message))
     try:
         check_optimizer(config.train.optimizer)
     except ValueError as error:
         problems.append(Problem.from_error(error, "train.optimizer"))
     if problems:
         raise ConfigError(problems)
+
+
+def launched_outside() -> bool:
+    """Whether torchrun or SLURM started one process per device already."""
+    return "TORCHELASTIC_RUN_ID" in os.environ or int(os.environ.get("SLURM_NTASKS", "1")) > 1
 
 
 def _accelerators() -> dict[str, int]:
