@@ -22,15 +22,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from routing_lab.config import Composer, ConfigError, Loaded, check_overrides, identity, run_folder
+from routing_lab.config import Composer, Config, ConfigError, Loaded, check_overrides, identity, run_folder
 from routing_lab.config.places import unwritable
 from routing_lab.config.probing import probe_settings
 from routing_lab.config.problems import Problem, alternatives, lines_of
@@ -130,7 +131,8 @@ def plan_study(
     _check_metric(study, loaded)
     check_arms(study, {arm: arm_loaded.resolved for arm, arm_loaded in loaded.items()})
     planned = study.planned_cells(scale)
-    cells, folders, jobs = _cells(study, scale, planned, loaded, [*extra, f"study={study.key(scale)}"])
+    compose = partial(_composed, study, scale, extra, hydra, composer)
+    cells, folders, jobs = _cells(study, scale, planned, loaded, compose, [*extra, f"study={study.key(scale)}"])
     runs = Path(next(iter(loaded.values())).config.paths.runs)
     if (obstacle := unwritable(runs)) is not None:
         raise ConfigError([Problem("paths.runs", str(runs), obstacle)])
@@ -157,7 +159,9 @@ def pilot_of(planned: PlannedStudy, seeds: Sequence[int]) -> PlannedStudy:
     """The cells of a study's pilot, in a folder of their own and with seeds that no verdict counts."""
     study, scale, runs = planned.plan.study, planned.plan.scale, pilot_folder(planned.runs)
     overrides = [*planned.overrides, f"study={pilot_key(study, scale)}", f"paths.runs={runs}"]
-    cells, folders, jobs = _cells(study, scale, list(product(seeds, study.arms)), planned.arms, overrides)
+    compose = partial(_composed, study, scale, planned.overrides, planned.hydra, planned.composer)
+    pairs = list(product(seeds, study.arms))
+    cells, folders, jobs = _cells(study, scale, pairs, planned.arms, compose, overrides)
     plan = Plan(study, scale, tuple(cells))
     return replace(planned, plan=plan, folders=[runs / folder.name for folder in folders], jobs=jobs, runs=runs)
 
@@ -285,10 +289,8 @@ def _checked_arms(
     loaded: dict[str, Loaded] = {}
     lines, problems = [], []
     for arm in study.arms:
-        own = [f"study={study.key(scale)}", f"arm={arm}", f"seed={study.planned_seeds(scale)[0]}"]
-        overrides = [*study.overrides(arm, scale, extra), *own]
         try:
-            loaded[arm] = check_overrides(composer, [*hydra, *overrides])
+            loaded[arm] = _composed(study, scale, extra, hydra, composer, arm, study.planned_seeds(scale)[0])
         except ConfigError as error:
             problems += error.problems
             lines += [f"[{arm}] {line}" for line in str(error).splitlines()]
@@ -297,18 +299,47 @@ def _checked_arms(
     return loaded
 
 
+def _composed(
+    study: Study, scale: str, extra: Sequence[str], hydra: Sequence[str], composer: Composer, arm: str, seed: int
+) -> Loaded:
+    own = [f"study={study.key(scale)}", f"arm={arm}", f"seed={seed}"]
+    return check_overrides(composer, [*hydra, *study.overrides(arm, scale, extra), *own])
+
+
 def _cells(
-    study: Study, scale: str, planned: Sequence[tuple[int, str]], arms: Mapping[str, Loaded], overrides: Sequence[str]
+    study: Study,
+    scale: str,
+    planned: Sequence[tuple[int, str]],
+    arms: Mapping[str, Loaded],
+    compose: Callable[[str, int], Loaded],
+    overrides: Sequence[str],
 ) -> tuple[list[Cell], list[Path], list[list[str]]]:
     """The cells of (seed, arm) pairs, their run folders and their overrides."""
+    seeds = list(dict.fromkeys(seed for seed, _ in planned))
+    found = {arm: _under_seeds(seeds, loaded, partial(compose, arm)) for arm, loaded in arms.items()}
     cells, folders, jobs = [], [], []
     for seed, arm in planned:
-        loaded = arms[arm]
-        resolved = {**loaded.resolved, "seed": seed}
+        config, resolved = found[arm][seed]
         cells.append(Cell(arm, seed, identity(resolved)))
-        folders.append(run_folder(loaded.config.model_copy(update={"seed": seed}), resolved))
+        folders.append(run_folder(config, resolved))
         jobs.append([*study.overrides(arm, scale, overrides), f"arm={arm}", f"seed={seed}"])
     return cells, folders, jobs
+
+
+def _under_seeds(
+    seeds: Sequence[int], loaded: Loaded, compose: Callable[[int], Loaded]
+) -> dict[int, tuple[Config, Mapping[str, Any]]]:
+    """The configuration of an arm under each seed: composed anew where more than `seed` follows the seed, as in
+    `data.split_seed=${seed}`.
+    """
+    first = loaded.config.seed
+    other = next((seed for seed in seeds if seed != first), first)
+    if other != first and {**compose(other).resolved, "seed": first} != loaded.resolved:
+        composed = {seed: compose(seed) for seed in seeds}
+        return {seed: (of_seed.config, of_seed.resolved) for seed, of_seed in composed.items()}
+    return {
+        seed: (loaded.config.model_copy(update={"seed": seed}), {**loaded.resolved, "seed": seed}) for seed in seeds
+    }
 
 
 def _versions() -> dict[str, Any]:

@@ -14,6 +14,7 @@ import pytest
 
 from routing_lab import dashboard
 from routing_lab import study as command
+from routing_lab.config import identity, load
 from routing_lab.evidence.claims import Claim
 from routing_lab.evidence.pilot import forecast_table, is_pilot, read_pilot
 from routing_lab.evidence.registration import find_plan, plan_path
@@ -191,3 +192,12 @@ def test_the_committed_study_goes_on_with_nothing_to_train_and_its_plan_as_it_wa
 def test_one_seed_has_no_spread(study: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(study, "--pilot", "--pilot-seeds", "1") == 2
     assert "at least 2" in capsys.readouterr().err
+
+
+def test_what_follows_the_seed_is_what_the_cell_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    content = {**CONTENT, "common": [*CONTENT["common"], "train.epochs=${seed}"]}
+    Path("followed.yaml").write_text(json.dumps(content))
+    planned = command.plan_study(Path("followed.yaml"))
+    for cell, job in zip(planned.plan.cells, planned.jobs, strict=True):
+        assert cell.run_id == identity(load(job).resolved)

@@ -120,6 +120,29 @@ def group_arms(records: Sequence[Mapping[str, Any]]) -> list[Arm]:
     return [Arm(label, config, cells) for label, config, cells in zip(labels, configs, cells_of, strict=True)]
 
 
+def without_followers(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Records whose configurations lack the keys that have the seed's value under every seed (`data.split_seed=${seed}`):
+    these belong to the seed, and make no arm of their own.
+    """
+    flat = [flatten(record["config"] or {}) for record in records]
+    if len({record["seed"] for record in records}) < 2:
+        return list(records)
+    followers = [
+        key
+        for key in flat[0]
+        if all(key in config and config[key] == record["seed"] for config, record in zip(flat, records, strict=True))
+    ]
+    return [{**record, "config": _without(record["config"] or {}, followers)} for record in records]
+
+
+def _without(config: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    left = {key: dict(value) if isinstance(value, Mapping) else value for key, value in config.items()}
+    for section, _, name in (key.partition(".") for key in keys):
+        if name and isinstance(left.get(section), dict):
+            left[section].pop(name, None)
+    return left
+
+
 def differing_keys(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     """Flat keys in which two configurations (flat or nested) differ, in natural order; a key that only one has
     counts.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from routing_lab.evidence import formatting, provenance, sequential, statistics
-from routing_lab.evidence.arms import Arm, group_arms
+from routing_lab.evidence.arms import Arm, group_arms, without_followers
 from routing_lab.evidence.effects import Effect, Levels, describe, estimate_effects
 from routing_lab.evidence.power import power_lines
 from routing_lab.evidence.registration import Plan
@@ -162,7 +162,7 @@ def study_arms(
                     found[record["seed"]] = record
     arms = {}
     for name, found in cells.items():
-        kinds = group_arms(list(found.values()))
+        kinds = group_arms(without_followers(list(found.values())))
         if len(kinds) > 1:
             raise RecordError(
                 f"study {study.name}: arm {name} has records of {len(kinds)} configurations "
