@@ -14,7 +14,7 @@ from rich.console import Console
 from tests.evidence.synthetic import configuration, write_arms, write_run
 
 from routing_lab.evidence import formatting, statistics
-from routing_lab.evidence.arms import arm_labels, differing_keys, group_arms
+from routing_lab.evidence.arms import arm_labels, differing_keys, group_arms, without_followers
 from routing_lab.evidence.tables import (
     csv_text,
     render_html,
@@ -260,3 +260,17 @@ def test_seeds_and_values_as_text() -> None:
     assert formatting.value_text([0.5, 0.25]) == "[0.5,0.25]"
     assert formatting.value_text(None) == "null"
     assert formatting.value_text(True) == "true"
+
+
+def test_keys_that_follow_the_seed_make_no_arm_of_their_own() -> None:
+    def record(seed: int, split: int, fraction: float) -> dict[str, Any]:
+        config = {"router": {"name": "amod"}, "data": {"split_seed": split}, "capacity": {"fraction": fraction}}
+        return {"run_id": str(seed), "seed": seed, "status": "finished", "arm": "a", "config": config, "axes": {}}
+
+    def kinds(*records: dict[str, Any]) -> int:
+        return len(group_arms(without_followers(records)))
+
+    assert kinds(record(0, 0, 0.5), record(1, 1, 0.5), record(2, 2, 0.5)) == 1
+    assert kinds(record(0, 0, 0.5), record(1, 1, 0.5), record(2, 1, 0.5)) == 2
+    assert kinds(record(0, 0, 0.5), record(1, 1, 0.25)) == 2
+    assert kinds(record(3, 7, 0.5)) == 1

@@ -121,8 +121,8 @@ def group_arms(records: Sequence[Mapping[str, Any]]) -> list[Arm]:
 
 
 def without_followers(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Records whose configurations lack the keys that have the seed's value under every seed (`data.split_seed=${seed}`):
-    these belong to the seed, and make no arm of their own.
+    """Records whose configurations lack the keys that have the seed's value under every seed, as by
+    `data.split_seed=${seed}`: these belong to the seed, and make no arm of their own.
     """
     flat = [flatten(record["config"] or {}) for record in records]
     if len({record["seed"] for record in records}) < 2:
