@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from routing_lab.evidence import figures, formatting, tables
-from routing_lab.evidence.arms import Arm
+from routing_lab.evidence.arms import Arm, without_followers
 from routing_lab.evidence.claims import ClaimFinding, claims_table
 from routing_lab.evidence.effects import Effect, outcome_text
 from routing_lab.evidence.figures import Drawing, Measure, Row
@@ -102,7 +102,8 @@ def study_section(result: StudyResult) -> Section:
         _trouble_table(result),
     ]
     if arms:
-        relabelled = [{**record, "arm": arm.label} for arm in arms for record in arm.cells.values()]
+        of_arms = {arm.label: without_followers(list(arm.cells.values())) for arm in arms}
+        relabelled = [{**record, "arm": label} for label, records in of_arms.items() for record in records]
         has_reference = any(arm.label == study.reference for arm in arms)
         reference = study.reference if has_reference else None
         parts.append(sweep_table(relabelled, metric=study.metric, reference=reference, level=study.decision.level))
