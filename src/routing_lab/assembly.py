@@ -13,8 +13,9 @@ from routing_lab.axes.base import locate
 from routing_lab.axes.facts import SUBLAYERS, BackboneFacts
 from routing_lab.backbones import adapt
 from routing_lab.backbones.build import build_llama, build_vit
-from routing_lab.config import Config, load
+from routing_lab.config import Config, ConfigError, load
 from routing_lab.config.backbones import LlamaBackboneConfig, TimmBackboneConfig
+from routing_lab.config.refusals import backbone_allows
 from routing_lab.routing.base import LayerSpec
 from routing_lab.routing.layer import RoutedLayer
 from routing_lab.routing.model import Backbone, RoutedModel
@@ -95,6 +96,9 @@ def build_backbone(
 def attach(backbone: Backbone, config: Config) -> RoutedModel:
     """The axes of `config` on an adapted backbone."""
     router, placement = config.router, config.placement
+    lacking = list(backbone_allows(placement, router, backbone_facts(backbone)))
+    if lacking:
+        raise ConfigError(lacking)
     router_class = locate(router.class_path)
     routed: list[int] = []
     if router_class.traits.routes:

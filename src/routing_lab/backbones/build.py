@@ -6,6 +6,7 @@ from difflib import get_close_matches
 from typing import Any
 
 import timm
+import torch
 from timm.layers import Mlp, SwiGLUPacked, resample_abs_pos_embed
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import VisionTransformer
@@ -102,7 +103,20 @@ def _create(name: str, num_classes: int, pretrained: bool, options: dict[str, An
         close = get_close_matches(name.split(".")[0], known, n=5)
         raise ValueError(f"backbone.timm_name = {name}: timm has no such model; similar: {', '.join(close) or 'none'}")
     try:
-        return timm.create_model(name, pretrained=pretrained, num_classes=num_classes, **options)
+        return timm.create_model(
+            name, pretrained=pretrained, num_classes=num_classes, **_taken(name.split(".")[0], options)
+        )
     except Exception as error:
         what = "pretrained weights could not be loaded" if pretrained else "cannot be built with these fields"
         raise ValueError(f"backbone.timm_name = {name}: {what}: {error}") from error
+
+
+def _taken(architecture: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The options without those that its class does not take and that say what it has anyway."""
+    with torch.device("meta"):
+        model: Any = timm.create_model(architecture)
+    if isinstance(model, VisionTransformer):
+        return options
+    registers = getattr(model, "reg_token", None)
+    own = {"class_token": model.cls_token is not None, "reg_tokens": 0 if registers is None else registers.shape[1]}
+    return {key: value for key, value in options.items() if key not in own or value != own[key]}

@@ -55,22 +55,21 @@ def timm_shape(name: str, **given: Any) -> dict[str, Any]:
             model = timm.create_model(architecture, pretrained=False, **given)
     except (TypeError, RuntimeError, AssertionError, ValueError) as error:
         raise ValueError(f"timm cannot build it: {one_line(str(error))}") from None
-    kind = import_module("timm.models.vision_transformer").VisionTransformer
-    if not isinstance(model, kind):
-        raise ValueError(f"is a {type(model).__name__}; a timm VisionTransformer is needed")
+    try:
+        backbone = import_module("routing_lab.backbones").adapt(model)
+    except ValueError as error:
+        raise ValueError(f"is not routed: {one_line(str(error).removeprefix('backbone = '))}") from None
     image, patch = model.patch_embed.img_size, model.patch_embed.patch_size
     if image is None or image[0] != image[1] or patch[0] != patch[1]:
         raise ValueError("does not take square images in square patches")
-    registers = 0 if model.reg_token is None else model.reg_token.shape[1]
-    class_token = model.cls_token is not None
     return {
         "image_size": image[0],
         "patch_size": patch[0],
         "width": model.embed_dim,
-        "depth": len(model.blocks),
-        "heads": model.blocks[0].attn.num_heads,
-        "class_token": class_token,
-        "distilled": model.num_prefix_tokens - registers - class_token > 0,
-        "registers": registers,
+        "depth": backbone.depth,
+        "heads": backbone.heads,
+        "class_token": "class" in backbone.prefix,
+        "distilled": "distillation" in backbone.prefix,
+        "registers": backbone.prefix.count("registers"),
         "pool": model.global_pool if model.global_pool in ("token", "avg") else None,
     }

@@ -17,7 +17,7 @@ COUNTED = tuple(field.name for field in fields(LayerTokens))
 
 
 def vision_shape(backbone: nn.Module, image_size: tuple[int, int] | None = None) -> ModelShape:
-    """Shape of a timm `VisionTransformer`.
+    """Shape of a timm `VisionTransformer`, `Eva` or `Beit`.
 
     Args:
         backbone: the model; only the shapes of its parameters are read, so that it may live on the meta device.
@@ -31,7 +31,7 @@ def vision_shape(backbone: nn.Module, image_size: tuple[int, int] | None = None)
     blocks = {_block_shape(block) for block in model.blocks}
     if len(blocks) != 1:
         raise ValueError(f"the cost model needs blocks of one shape; the backbone has {sorted(blocks)}")
-    heads, head_dim, mlp_hidden, mlp_weights = blocks.pop()
+    heads, kv_heads, head_dim, mlp_hidden, mlp_weights = blocks.pop()
     embed = model.patch_embed.proj
     grid = (
         model.patch_embed.grid_size
@@ -43,6 +43,7 @@ def vision_shape(backbone: nn.Module, image_size: tuple[int, int] | None = None)
         width=model.embed_dim,
         depth=len(model.blocks),
         heads=heads,
+        kv_heads=None if kv_heads == heads else kv_heads,
         head_dim=head_dim,
         mlp_hidden=mlp_hidden,
         mlp_matrices=3 if mlp_weights == 3 * mlp_hidden * model.embed_dim else 2,
@@ -139,7 +140,13 @@ def _counts(work: Work) -> dict[str, Any]:
     return found
 
 
-def _block_shape(block: Any) -> tuple[int, int, int, int]:
+def _block_shape(block: Any) -> tuple[int, int, int, int, int]:
+    if not hasattr(block, "attn"):
+        raise ValueError(
+            f"the cost model does not count a {type(block).__name__}: its branches stand beside each other"
+        )
     linear = [module for module in block.mlp.modules() if isinstance(module, nn.Linear)]
     weights = sum(module.weight.numel() for module in linear)
-    return block.attn.num_heads, block.attn.head_dim, linear[-1].in_features, weights
+    heads = block.attn.num_heads
+    head_dim = getattr(block.attn, "head_dim", block.norm1.weight.shape[0] // heads)
+    return heads, getattr(block.attn, "num_kv_heads", heads), head_dim, linear[-1].in_features, weights
