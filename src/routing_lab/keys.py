@@ -20,6 +20,7 @@ LATER: Mapping[str, Any] = MappingProxyType(
         "tracking": "wandb",
         "placement.active": "both",
         "bypass.threshold": None,
+        "capacity.force": 0.0,
         "data.duplicates": "refuse",
         "data.form": "spelling",
         "init.entry": None,

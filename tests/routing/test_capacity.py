@@ -11,7 +11,7 @@ import torch
 from tests.routing.tiny import images, routed, run_state, spec
 from torch import Tensor
 
-from routing_lab.routing.capacity import Argmax, Entropy, FractionCapacity, Percentile, Threshold, TopK, quantile
+from routing_lab.routing.capacity import Argmax, Entropy, FractionCapacity, Never, Percentile, Threshold, TopK, quantile
 from routing_lab.routing.tokens import Selection
 
 
@@ -124,6 +124,34 @@ def test_protection_does_not_move_the_percentile() -> None:
     scores = distinct(17)
     open_, protected = (select(Percentile(spec(), protect=name), scores).mask() for name in ("none", "class"))
     assert torch.equal(open_[:, 1:], protected[:, 1:])
+
+
+def test_argmax_forces_some_tokens_where_a_batch_would_keep_none_and_only_in_training() -> None:
+    rule = Argmax(spec(), boundary=0.5, protect="none", force=0.15)
+    none, one = torch.zeros(3, 20), torch.zeros(3, 20)
+    one[1, 7] = 0.9
+    forced = select(rule, none, training=True)
+    assert forced.counts().tolist() == [3, 3, 3]
+    assert not torch.equal(forced.mask()[0], forced.mask()[1])
+    assert select(rule, none).counts().tolist() == [0, 0, 0]
+    assert select(rule, one, training=True).counts().tolist() == [0, 1, 0]
+
+
+def test_never_keeps_the_protected_tokens_alone() -> None:
+    scores = torch.rand(2, 5)
+    assert select(Never(spec(), protect="none"), scores).counts().tolist() == [0, 0]
+    assert select(Never(spec(prefix=("class",))), scores).padded_index().tolist() == [[0], [0]]
+
+
+@pytest.mark.parametrize(
+    "fate", [["bypass=skip"], ["bypass=project", "placement.sublayer=attention"]], ids=lambda fate: fate[0]
+)
+def test_a_layer_that_keeps_nothing_runs_backward(fate: list[str]) -> None:
+    model = routed(["router=random", "scaling=none", "capacity=never", "capacity.protect=none", *fate]).train()
+    model(images(), step=1).square().sum().backward()
+    model.eval()
+    _, trace = model(images(), return_trace=True)
+    assert {trace[layer].kept.shape[1] for layer in model.routed_layers} == {0}
 
 
 def test_threshold_is_inclusive_and_argmax_is_not() -> None:

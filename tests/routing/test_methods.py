@@ -40,6 +40,7 @@ KEEPS_EVERYTHING: dict[str, list[str] | None] = {
     "topk": ["capacity.fraction=1.0"],
     "gumbel": ["capacity.fraction=1.0"],
     "threshold": ["router.gamma=0", "router.beta=1000"],  # nothing ever halts
+    "percentile": ["capacity.fraction=1.0", "capacity.compare=ge"],
     "argmax": None,  # as many as the router likes
     "inverse_transform": None,  # as many as the points hit
 }

@@ -269,3 +269,15 @@ def test_planted_runs_record_how_many_informative_patches_each_layer_keeps(run: 
         assert set(recall.values()) == {1.0}
     else:
         assert 0.15 < recall[1] < 0.35  # 4 of 16 patches
+
+
+def test_frozen_routers_stay_as_they_were_initialised(run: Run) -> None:
+    def routers(*overrides: str) -> dict[str, torch.Tensor]:
+        weights = load_file(RunFolder(run("router=linear", "scaling=multiply", *overrides)["folder"]).final)
+        return {name: value for name, value in weights.items() if name.startswith("router.")}
+
+    initial, frozen = routers("train.epochs=0"), routers("train.epochs=1", "train.frozen=[routers]")
+    free = routers("train.epochs=1")
+    assert initial.keys() == frozen.keys() != set()
+    assert all(torch.equal(initial[name], frozen[name]) for name in initial)
+    assert not any(torch.equal(initial[name], free[name]) for name in initial if name.endswith("weight"))

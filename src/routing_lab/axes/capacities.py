@@ -194,6 +194,23 @@ class ArgmaxConfig(CapacityConfig):
 
     name: Name = "argmax"
     class_path: str = shipped("routing_lab.routing.capacity.Argmax")
+    force: float = Field(default=0.0, ge=0, le=1)
+
+
+class NeverConfig(CapacityConfig):
+    """`capacity=never`."""
+
+    facts: ClassVar[CapacityTraits] = CapacityTraits(has_fraction=False)
+
+    name: Name = "never"
+    class_path: str = shipped("routing_lab.routing.capacity.Never")
+
+    def num_kept(self, offer: Offer) -> int:
+        return self.num_protected(offer.prefix)
+
+    def remarks(self, beside: Beside) -> Iterator[str]:
+        if beside.router.traits.learned:
+            yield f"capacity=never keeps no token: router={beside.router.name} decides nothing"
 
 
 class InverseTransformConfig(FractionCapacityConfig):
@@ -238,4 +255,5 @@ CAPACITIES = registry(
     ArgmaxConfig,
     InverseTransformConfig,
     EntropyConfig,
+    NeverConfig,
 )

@@ -222,7 +222,20 @@ class AttentionVarianceRouterConfig(QueryRouterConfig):
 
     name: Name = "attention_variance"
     class_path: str = shipped("routing_lab.routing.routers.AttentionVarianceRouter")
-    form: Literal["squared", "absolute", "literal"] = "squared"
+    form: Literal["squared", "sample", "absolute", "literal"] = "squared"
+
+    def refusals(self, facts: BackboneFacts) -> Iterator[Refusal]:
+        yield from super().refusals(facts)
+        if self.form == "sample" and facts.heads < 2:
+            yield "router.form", self.form, "one head has no sample variance; use squared"
+
+    def remarks(self, beside: Beside) -> Iterator[str]:
+        yield from super().remarks(beside)
+        if self.form == "literal":
+            yield (
+                "router.form=literal: Eq. 6 as printed is zero for every token, so that the rule for ties decides "
+                "which are kept"
+            )
 
 
 class AttentionMedADRouterConfig(QueryRouterConfig):

@@ -27,7 +27,7 @@ from routing_lab.config.schema import (
     TaskConfig,
     TaskFacts,
 )
-from routing_lab.config.training import InitConfig, RuntimeConfig, TrackingConfig, TrainConfig
+from routing_lab.config.training import ALL_ROUTERS, InitConfig, RuntimeConfig, TrackingConfig, TrainConfig
 from routing_lab.data.inspect import inspect as inspect_data
 from routing_lab.data.inspect import num_train
 from routing_lab.data.layout import DataProblem
@@ -330,6 +330,13 @@ def teacher_is_trained(init: InitConfig, train: TrainConfig) -> Iterator[Problem
         )
 
 
+def frozen_routers_exist(train: TrainConfig, router: RouterConfig) -> Iterator[Problem]:
+    """Routers that are held as they are have something to learn."""
+    if ALL_ROUTERS in train.frozen and not router.traits.learned:
+        message = f"router={router.name} has no parameters that could learn; use {_routers('learned')}"
+        yield Problem.of("train.frozen", train.frozen, message)
+
+
 def isoflop_fits(isoflop: IsoflopConfig, init: InitConfig, train: TrainConfig) -> Iterator[Problem]:
     """Weights of another width cannot be taken over, and a smaller model teaches no better."""
     if isoflop.by == "width" and init.has_one_width:
@@ -368,6 +375,7 @@ REFUSALS: tuple[Check, ...] = (
     recipe_fits_task,
     published_weights_have_a_name,
     initial_weights_are_there,
+    frozen_routers_exist,
     isoflop_fits,
     teacher_is_trained,
     trackers_are_installed,

@@ -14,6 +14,9 @@ from pydantic import Field, ValidationInfo, field_validator
 from routing_lab.axes.base import Refusal
 from routing_lab.axes.base import Strict as _Strict
 
+ALL_ROUTERS = "routers"
+"""In `train.frozen`: every router of the model."""
+
 
 class TrainConfig(_Strict):
     """The recipe (config group `recipe`, package `train`). Epochs are passes over the training split."""
@@ -62,7 +65,7 @@ class TrainConfig(_Strict):
 
     backbone_lr_factor: float = Field(default=1.0, gt=0, description="learning rate of the backbone over the routers'")
     backbone_freeze_epochs: int = Field(default=0, ge=0, description="epochs in which only the routers learn")
-    frozen: list[str] = Field(default=[], description="parameters or modules of the backbone that never learn")
+    frozen: list[str] = Field(default=[], description="parts of the backbone, or `routers`, that never learn")
 
     selection: Literal["last", "best"] = Field(description="which weights are tested: the last, or the best by val/acc")
 

@@ -18,6 +18,7 @@ from routing_lab.axes.capacities import (
     GumbelConfig,
     Interpolation,
     InverseTransformConfig,
+    NeverConfig,
     PercentileConfig,
     Rounding,
     Shape,
@@ -180,20 +181,44 @@ class Argmax(Capacity):
 
     Args:
         boundary: score at which the router's decision flips; a tie is not kept.
+        force: in training, where a layer would keep none of the batch's tokens, this fraction of each sample's at
+            random instead, rounded up, so that its router goes on learning (DTRNet's code: 0.15).
         order, protect: as for every capacity.
     """
 
     traits: ClassVar[CapacityTraits] = ArgmaxConfig.facts
 
-    def __init__(self, spec: LayerSpec, *, boundary: float, **common: Any) -> None:
+    def __init__(self, spec: LayerSpec, *, boundary: float, force: float = 0.0, **common: Any) -> None:
         super().__init__(spec, **common)
         self.boundary = boundary if self.order == "highest" else -boundary
+        self.force = force
 
     def select(self, scores: Tensor, state: RunState) -> Selection:
-        return _keep(scores > self.boundary, self.num_protected)
+        return _keep(self._forced(scores > self.boundary, state), self.num_protected)
 
     def select_ragged(self, scores: Tensor, valid: Tensor, state: RunState) -> Selection:
-        return _keep((scores > self.boundary) & valid, self.num_protected)
+        mask = self._forced((scores > self.boundary) & valid, state)
+        return Selection.from_mask(_keep(mask, self.num_protected).mask() & valid)
+
+    def _forced(self, mask: Tensor, state: RunState) -> Tensor:
+        if not self.force or not state.training or mask[:, self.num_protected :].any():
+            return mask
+        tokens = mask.shape[1]
+        noise = state.noise.uniform(tokens, self.spec.seed, self.spec.layer)
+        kept = topk_count(self.force, "ceil", tokens, base=tokens, num_uncounted=0, num_protected=self.num_protected)
+        return _best(noise, kept, self.num_protected, "sample").mask()
+
+
+class Never(Capacity):
+    """Keeps no token but the protected ones: every other gets the bypass (DTRNet, ablation A3)."""
+
+    traits: ClassVar[CapacityTraits] = NeverConfig.facts
+
+    def select(self, scores: Tensor, state: RunState) -> Selection:
+        return Selection.first(scores.shape[0], self.num_protected, scores.shape[1], scores.device)
+
+    def select_ragged(self, scores: Tensor, valid: Tensor, state: RunState) -> Selection:
+        return Selection.from_mask(_keep(torch.zeros_like(valid), self.num_protected).mask() & valid)
 
 
 class Gumbel(FractionCapacity):

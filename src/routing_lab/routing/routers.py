@@ -249,10 +249,10 @@ class AttentionVarianceRouter(Router):
     With a_h the attention of the query over the tokens in head h and m its mean over heads:
 
     Args:
-        form: `squared`: 1 / H sum_h (a_h - m)^2, the population variance that Eq. 6 means; `absolute`:
-            1 / H sum_h |a_h - m|; `literal`: Eq. 6 as printed, 1 / H sum_h (a_h - m), which is zero for every token:
-            exactly zero is returned instead of its rounding noise, and the selection is that of the capacity's tie
-            rule.
+        form: `squared`: 1 / H sum_h (a_h - m)^2, the population variance that Eq. 6 means; `sample`: over H - 1, which
+            selects the same tokens; `absolute`: 1 / H sum_h |a_h - m|; `literal`: Eq. 6 as printed, 1 / H sum_h (a_h -
+            m), which is zero for every token: exactly zero is returned instead of its rounding noise, and the selection
+            is that of the capacity's tie rule.
         query: whose attention: `cls`, the class token; `gap`, the mean over patches; `all`, the mean over all tokens.
     """
 
@@ -262,7 +262,7 @@ class AttentionVarianceRouter(Router):
         self,
         spec: LayerSpec,
         *,
-        form: Literal["squared", "absolute", "literal"] = "squared",
+        form: Literal["squared", "sample", "absolute", "literal"] = "squared",
         query: Literal["cls", "gap", "all"] = "cls",
     ) -> None:
         super().__init__(spec)
@@ -277,6 +277,8 @@ class AttentionVarianceRouter(Router):
         deviation = attention - attention.mean(dim=1, keepdim=True)
         if self.form == "literal":
             return torch.zeros_like(attention[:, 0])
+        if self.form == "sample":
+            return attention.var(dim=1, correction=1)
         return (deviation.abs() if self.form == "absolute" else deviation.square()).mean(dim=1)
 
 

@@ -26,6 +26,7 @@ from timm.scheduler import create_scheduler_v2
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
+from routing_lab.config.training import ALL_ROUTERS
 from routing_lab.cost.measure import vision_shape
 from routing_lab.data import build_data
 from routing_lab.routing.measures import informative_kept
@@ -87,7 +88,7 @@ class Task(pl.LightningModule):
         self.train_config = train
         self.seed = seed
         if train.frozen:
-            freeze(model.get_submodule("backbone"), train.frozen)
+            freeze(model, train.frozen)
         self.ema = None
         if train.ema_decay is not None:
             self.ema = ModelEmaV3(model, decay=train.ema_decay)
@@ -425,13 +426,18 @@ def build_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.Optimiz
     return optimizer
 
 
-def freeze(backbone: nn.Module, names: Iterable[str]) -> None:
-    """Make parameters, or all of a module's, constants.
+def freeze(model: nn.Module, names: Iterable[str]) -> None:
+    """Make parameters of a routed model's backbone, or all of a module's, constants; `routers` are all its routers.
 
     Raises:
         ValueError: a name that the backbone has neither as a parameter nor as a module.
     """
+    backbone = model.get_submodule("backbone")
     for name in names:
+        if name == ALL_ROUTERS:
+            for key, parameter in model.state_dict(keep_vars=True).items():
+                parameter.requires_grad_(parameter.requires_grad and not key.startswith("router."))
+            continue
         found = [value for own, value in backbone.named_parameters() if own == name or own.startswith(f"{name}.")]
         if not found:
             parts = [*dict(backbone.named_parameters(recurse=False)), *dict(backbone.named_children())]
