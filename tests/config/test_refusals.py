@@ -57,7 +57,7 @@ def refused(*overrides: str, config_dir: Path | None = None) -> list[str]:
         # interpolation
         ("train.lr=${nope.lr}", "train.lr = ${nope.lr}: cannot be resolved: "),
         ("seed=${seed}", "seed = ${seed}: cannot be resolved: "),
-        ("train.frozen=[routers]", "train.frozen = [routers]: router=amod has no parameters that could learn; use "),
+        ("train.frozen=[routers]", 'train.frozen = ["routers"]: router=amod has no parameters that could learn; use '),
         ("router=oracle", "router = oracle: is told which patches matter, and data=digits does not know; use "),
         # where
         ("placement.first=6", "placement.first = 6: the backbone has layers 0 to 5 (zero-based)"),
