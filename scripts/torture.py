@@ -7,7 +7,7 @@ Attacks: `run`, `sweep` and `study` are ended with SIGKILL, SIGTERM or SIGINT af
 and then left to finish; `two` starts the same run twice at the same moment; `full` runs where no file may grow beyond a
 random size, as on a full disk, and then where it may. Every trial must end with exit code 0 and, without tolerance, the
 final weights, histories, predictions, metrics, routing and costs of the undisturbed command; a signal or a full disk
-may cost a sentence and an exit code, never a traceback. The exit code is the number of trials that failed (at most 100).
+may cost a sentence and an exit code, never a traceback. The exit code is the number of trials that failed, at most 100.
 
 Processes are forked from one that has imported everything, so that nearly all kills hit the work itself; `--program`
 starts the public program instead, whose imports can be hit too.
@@ -109,7 +109,9 @@ def main() -> int:
             print(f"run folders: {root}")
         else:
             shutil.rmtree(root, ignore_errors=True)
-    print(f"tried: {tally.trials} trials, {tally.kills} kills; failed: {tally.failed}; {dict(sorted(tally.what.items()))}")
+    print(
+        f"tried: {tally.trials} trials, {tally.kills} kills; failed: {tally.failed}; {dict(sorted(tally.what.items()))}"
+    )
     return min(tally.failed, 100)
 
 

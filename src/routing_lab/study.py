@@ -45,7 +45,7 @@ from routing_lab.runs.files import write_json
 from routing_lab.runs.findings import PREFIX
 from routing_lab.runs.folder import RunFolder, folders_by_run
 from routing_lab.runs.metrics import COSTS, QUANTITIES, is_declared
-from routing_lab.runs.records import FINISHED, RecordError, read_record, read_records
+from routing_lab.runs.records import FINISHED, RecordError, read_records, read_run
 from routing_lab.sweeps import failure, launch_cells
 from routing_lab.train import import_from_here
 from routing_lab.training.environment import git_state
@@ -436,7 +436,7 @@ def _seeds_text(plan: Plan) -> str:
 
 def _state(folder: Path) -> str:
     try:
-        return str(read_record(folder)["status"])
+        return str(read_run(folder)["status"])
     except RecordError:
         return "missing"
 

@@ -95,7 +95,7 @@ def write_run(
                 folder / "predictions.npz", index=np.arange(examples), target=target, prediction=prediction, loss=loss
             )
             accuracy = float(np.mean(is_right))
-        record["metrics"] = {"val/acc": accuracy - 0.01, "test/acc": accuracy, "test/loss": 1 - accuracy}
+        record["metrics"] = {"val/acc": max(0.0, accuracy - 0.01), "test/acc": accuracy, "test/loss": 1 - accuracy}
         record["cost"] = {"params": 10_000, "macs_dense": 1_000_000, "macs_nominal": macs, "macs_measured": macs}
     if epochs:
         curve = accuracy * (1 - 0.5 ** np.arange(1, epochs + 1))

@@ -31,7 +31,7 @@ def judged(
     """The verdict of a strict study on six seeds of every arm; `change` is made to each record of `amod_none`."""
     for number, (arm, keys) in enumerate(ARMS.items()):
         for seed in range(6):
-            value = min(1.0, accuracy.get(arm, 0.9) + spread * math.sin(seed * (number + 2)))
+            value = min(1.0, max(0.0, accuracy.get(arm, 0.9) + spread * math.sin(seed * (number + 2))))
             write_run(root, {**keys, "study": "confound.toy", "arm": arm}, seed, value)
     records = read_records(root)
     for record in records:

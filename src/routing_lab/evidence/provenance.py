@@ -8,12 +8,12 @@ that a run kept, and a record that says otherwise is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from routing_lab.evidence.arms import Arm
 from routing_lab.evidence.formatting import runs_of
 from routing_lab.runs.records import RecordError, read_predictions
+from routing_lab.runs.validation import disagreement
 
 BREAKS = (
     ("data", "fingerprint", frozenset({"data"}), "data"),
@@ -35,9 +35,6 @@ SHOWN = (
     ("heartbeat", "host", "machine"),
 )
 """(section, entry, name) of what is shown where the cells of a study differ in it."""
-
-TOLERANCE = 1e-5
-"""How far a metric of a record may lie from what its predictions give: sums in single precision."""
 
 UNEQUAL_COST = 0.01
 """Relative difference of cost, and difference of kept fractions, from which a comparison is said to be of unequal
@@ -68,24 +65,13 @@ def contradictions(arm: Arm) -> list[str]:
     """Finished runs whose metrics are not those of the predictions that they kept."""
     problems = []
     for seed, record in arm.finished.items():
-        for metric, value in recomputed(record).items():
-            stated = record["metrics"].get(metric)
-            if isinstance(stated, (int, float)) and abs(stated - value) > TOLERANCE * max(1.0, abs(value)):
-                problems.append(
-                    f"{arm.label} seed {seed}: {metric} is {stated:.6g} in run.json and {value:.6g} by predictions.npz"
-                )
+        try:
+            found = disagreement(record["metrics"], read_predictions(record))
+        except RecordError:  # it kept none
+            continue
+        if found is not None:
+            problems.append(f"{arm.label} seed {seed}: {found}")
     return problems
-
-
-def recomputed(record: Mapping[str, Any]) -> dict[str, float]:
-    """Metrics of the test split from the run's predictions; empty where it kept none."""
-    try:
-        kept = read_predictions(record)
-    except RecordError:
-        return {}
-    if not {"prediction", "target"} <= kept.keys() or len(kept["target"]) == 0:
-        return {}
-    return {"test/acc": float((kept["prediction"] == kept["target"]).mean())}
 
 
 def differences(arms: Iterable[Arm]) -> list[str]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from routing_lab.axes import AXES
 from routing_lab.keys import LATER, VOLATILE
+from routing_lab.runs import validation
 from routing_lab.runs.files import natural
 
 if TYPE_CHECKING:
@@ -94,6 +95,23 @@ def read_record(folder: Path | str) -> dict[str, Any]:
     return parse_record(text, path, folder)
 
 
+def read_run(folder: Path | str) -> dict[str, Any]:
+    """`read_record`, after a look at the files beside it where the run has finished: a record counts only where its
+    history and predictions can be read, and where the predictions give the metrics that it states.
+
+    Raises:
+        RecordError: as `read_record`; or for one of these files, or a metric that they contradict.
+    """
+    record = read_record(folder)
+    if is_finished(record):
+        read_history(record)
+        if os.path.lexists(os.path.join(folder, "predictions.npz")):
+            contradiction = validation.disagreement(record["metrics"], read_predictions(record))
+            if contradiction is not None:
+                raise RecordError(f"{os.path.join(folder, RECORD_FILE)}: {contradiction}")
+    return record
+
+
 def read_records(root: Path | str) -> list[dict[str, Any]]:
     """All records at or below `root`, ordered by name, then by run_id.
 
@@ -109,7 +127,7 @@ def read_records(root: Path | str) -> list[dict[str, Any]]:
     records = []
     for folder in _run_folders(os.fspath(root)):
         try:
-            records.append(read_record(folder))
+            records.append(read_run(folder))
         except RecordError as error:
             # Where the folder stands is no part of what is wrong with it.
             records.append(unreadable_record(folder, str(error).replace(folder + os.sep, "")))
@@ -129,6 +147,8 @@ def parse_record(text: str, path: str, folder: Path | str) -> dict[str, Any]:
     """
     try:
         record = json.loads(text)
+    except RecursionError:
+        raise RecordError(f"{path}: nested too deeply for a record") from None
     except ValueError as error:
         raise RecordError(f"{path}: not JSON ({error}); the file is half-written or damaged") from error
     if not isinstance(record, dict):
@@ -147,6 +167,9 @@ def parse_record(text: str, path: str, folder: Path | str) -> dict[str, Any]:
         raise RecordError(f"{path}: warnings is a {type(record['warnings']).__name__}, not a list")
     record.setdefault("study", None)
     record.setdefault("arm", None)
+    problem = validation.first_problem(record)
+    if problem is not None:
+        raise RecordError(f"{path}: {problem}")
     record["folder"] = os.fspath(folder)
     return record
 
@@ -184,6 +207,9 @@ def read_history(record: Mapping[str, Any]) -> dict[str, list[float]]:
     """Columns of the run's `history.csv` as lists of floats, NaN where a cell is empty; empty without a history.
 
     A record that stands in no folder carries these columns itself, under `history`.
+
+    Raises:
+        RecordError: a file that cannot be read.
     """
     import csv
 
@@ -195,6 +221,8 @@ def read_history(record: Mapping[str, Any]) -> dict[str, list[float]]:
             header, *rows = list(csv.reader(file)) or [[]]
     except FileNotFoundError:
         return {}
+    except (OSError, ValueError, csv.Error) as error:
+        raise RecordError(f"{path}: {error}") from error
     return {name: [_number(row[i]) if i < len(row) else math.nan for row in rows] for i, name in enumerate(header)}
 
 
@@ -209,11 +237,15 @@ def read_predictions(record: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
     path = os.path.join(record["folder"], "predictions.npz")
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        # Opened here: of a damaged archive numpy leaves the file open.
+        with open(path, "rb") as stream, np.load(stream, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
-        order = np.argsort(arrays["index"], kind="stable")
-    except Exception as error:
+    except Exception as error:  # whatever a damaged archive makes the libraries raise
         raise RecordError(f"{path}: {error!r}") from error
+    problem = validation.arrays_problem(arrays)
+    if problem is not None:
+        raise RecordError(f"{path}: {problem}")
+    order = np.argsort(arrays["index"], kind="stable")
     return {name: array[order] for name, array in arrays.items()}
 
 
@@ -302,7 +334,13 @@ _PAPER_DATA = frozenset({"imagenet", "imagenet100", "cifar10", "cifar100", "cars
 _PAPER_BACKBONES = frozenset({"deit_tiny", "deit_small", "vit_base", "vit_large", "dinov2_small"})
 
 
-def _run_folders(root: str) -> Iterator[str]:
+def _run_folders(root: str, seen: set[tuple[int, int]] | None = None) -> Iterator[str]:
+    """Run folders at or below `root`, each real folder once, so that links may lead in circles."""
+    seen = set() if seen is None else seen
+    place = os.stat(root)
+    if (place.st_dev, place.st_ino) in seen:
+        return
+    seen.add((place.st_dev, place.st_ino))
     if os.path.exists(os.path.join(root, RECORD_FILE)):
         yield root
         return
@@ -313,7 +351,7 @@ def _run_folders(root: str) -> Iterator[str]:
         return
     for name, is_folder in listed:
         if is_folder:
-            yield from _run_folders(os.path.join(root, name))
+            yield from _run_folders(os.path.join(root, name), seen)
 
 
 def _kept(config: Mapping[str, Any]) -> dict[str, Any]:
