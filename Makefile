@@ -41,6 +41,10 @@ format: install-dev ## let ruff format and fix what it can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+audit: install-dev ## look up known vulnerabilities of everything installed (asks a public database)
+	$(BIN)/python -m pip install $(PIP_OPTIONS) pip-audit
+	$(BIN)/pip-audit --skip-editable --progress-spinner off
+
 bench: install-dev ## run the benchmarks
 	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python "$$file"; done
 

@@ -336,14 +336,12 @@ class InverseTransform(FractionCapacity):
 
     def _hits(self, scores: Tensor, free: Tensor, points: Tensor) -> Tensor:
         """[B, M] bool: which of the summed-up tokens are hit. scores [B, M], free [B, M] bool, points [B, 1]: K."""
-        batch, tokens = scores.shape
-        hits = torch.zeros_like(free)
-        if tokens == 0:
-            return hits
+        if scores.numel() == 0:
+            return torch.zeros_like(free)
         summed = scores.double().cumsum(dim=1)
         low, high = summed[:, :1], summed[:, -1:]
         summed = (summed - low) / (high - low).clamp_min(torch.finfo(summed.dtype).tiny)
-        number = torch.arange(int(points.max()), device=scores.device).expand(batch, -1)
+        number = torch.arange(int(points.max()), device=scores.device).expand(len(scores), -1)
         if self.points == "middles":
             at = (2 * number + 1) / (2 * points)
         else:

@@ -313,7 +313,7 @@ class Selection:
         """The selection that keeps the True positions of `mask` [B, N]; counts may differ between samples."""
         batch, tokens = mask.shape
         counts = mask.sum(dim=1)
-        largest = int(counts.max()) if batch else 0
+        largest = int(counts.max()) if batch else tokens  # of no sample at all no token is missing
         index = torch.sort((~mask).to(torch.uint8), dim=1, stable=True).indices[:, :largest]
         if bool((counts == largest).all()):
             return cls(index, None, tokens)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from typing import Any
 def replacing(path: Path | str) -> Iterator[Path]:
     """A temporary path beside `path` that takes its place when the block ends without an error.
 
-    The new content reaches the disk before the name changes. After an error the temporary file is removed and `path`
-    stays as it was. The folder must be there: one that somebody removed is not made again.
+    The new content reaches the disk before the name changes, and permissions that `path` has are kept. After an error
+    the temporary file is removed and `path` stays as it was. The folder must be there: one that somebody removed is not
+    made again.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -28,6 +30,8 @@ def replacing(path: Path | str) -> Iterator[Path]:
         yield temporary
         with open(temporary, "rb") as stream:
             os.fsync(stream.fileno())
+        with suppress(FileNotFoundError):
+            shutil.copymode(path, temporary)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
