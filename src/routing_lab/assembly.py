@@ -156,7 +156,7 @@ def _routed_layer(config: Config, spec: LayerSpec) -> RoutedLayer:
     router = locate(config.router.class_path)(spec, **config.router.options)
     capacity_class = locate(config.capacity.class_path)
     # Token choice follows the router's own decision, which the router states and the capacity does not know.
-    choice: dict[str, Any] = {"boundary": router.traits.boundary} if capacity_class.traits.needs_choice else {}
+    choice: dict[str, Any] = {"boundary": router.traits.boundary} if config.capacity.needs_choice else {}
     if capacity_class.traits.relaxes:
         choice["scale"] = router.traits.scale
     capacity = capacity_class(spec, **config.capacity.options, **choice)

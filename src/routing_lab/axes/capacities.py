@@ -10,6 +10,7 @@ from pydantic import Field
 from routing_lab.axes.base import (
     Beside,
     Fraction,
+    Index,
     Member,
     Name,
     Outside,
@@ -31,6 +32,7 @@ Scope: TypeAlias = Literal["sample", "batch"]
 Rounding: TypeAlias = Literal["floor", "ceil", "round"]
 CountOf: TypeAlias = Literal["current", "initial"]
 Compare: TypeAlias = Literal["ge", "gt"]
+Evaluate: TypeAlias = Literal["budget", "choice"]
 Interpolation: TypeAlias = Literal["linear", "lower", "higher", "midpoint", "nearest"]
 
 
@@ -43,6 +45,17 @@ class CapacityConfig(Member):
     order: Order = "highest"
     protect: Protect = "prefix"
     persist: Persist = "per_layer"
+    reserve: Index = 0
+
+    @property
+    def needs_choice(self) -> bool:
+        """Whether the rule follows the router's own two-way decision."""
+        return self.traits.needs_choice
+
+    @property
+    def compares(self) -> bool:
+        """Whether in evaluation it depends on later tokens if a token is kept."""
+        return self.traits.compares
 
     @property
     def traits(self) -> CapacityTraits:
@@ -112,7 +125,21 @@ class FractionCapacityConfig(CapacityConfig):
             yield "capacity.warmup has no effect without training (train.epochs=0)"
 
 
-class TopKConfig(FractionCapacityConfig):
+class ChoosingCapacityConfig(FractionCapacityConfig):
+    """Capacities that in evaluation may follow the router's own decision instead of the fraction."""
+
+    evaluate: Evaluate = "budget"
+
+    @property
+    def needs_choice(self) -> bool:
+        return self.evaluate == "choice"
+
+    @property
+    def compares(self) -> bool:
+        return self.evaluate == "budget"
+
+
+class TopKConfig(ChoosingCapacityConfig):
     """`capacity=topk`."""
 
     facts: ClassVar[CapacityTraits] = CapacityTraits(compares=True)
@@ -123,7 +150,9 @@ class TopKConfig(FractionCapacityConfig):
     count: CountOf = "current"
     count_prefix: bool = True
 
-    def num_kept(self, offer: Offer) -> int:
+    def num_kept(self, offer: Offer) -> int | None:
+        if self.evaluate == "choice":
+            return None
         return topk_count(
             self.fraction_of(offer),
             self.rounding,
@@ -134,7 +163,7 @@ class TopKConfig(FractionCapacityConfig):
         )
 
 
-class GumbelConfig(FractionCapacityConfig):
+class GumbelConfig(ChoosingCapacityConfig):
     """`capacity=gumbel`."""
 
     facts: ClassVar[CapacityTraits] = CapacityTraits(ragged=True, relaxes=True, compares=True)
@@ -144,7 +173,9 @@ class GumbelConfig(FractionCapacityConfig):
     temperature: float = Field(default=1.0, gt=0)
     rounding: Rounding = "floor"
 
-    def num_kept(self, offer: Offer) -> int:
+    def num_kept(self, offer: Offer) -> int | None:
+        if self.evaluate == "choice":
+            return None
         return topk_count(
             self.fraction_of(offer),
             self.rounding,
@@ -185,6 +216,18 @@ class ThresholdConfig(CapacityConfig):
                 f"capacity.threshold={self.threshold} is far above the scores of router={beside.router.name}, whose "
                 "mean is 1/N: hardly any token is kept"
             )
+
+
+class ControlledConfig(CapacityConfig):
+    """`capacity=controlled`."""
+
+    facts: ClassVar[CapacityTraits] = CapacityTraits(budget="target", ragged=True)
+
+    name: Name = "controlled"
+    class_path: str = shipped("routing_lab.routing.capacity.Controlled")
+    target: Fraction = 0.1
+    rate: float = Field(default=0.01, gt=0)
+    start: float = 0.5
 
 
 class ArgmaxConfig(CapacityConfig):
@@ -252,6 +295,7 @@ CAPACITIES = registry(
     GumbelConfig,
     PercentileConfig,
     ThresholdConfig,
+    ControlledConfig,
     ArgmaxConfig,
     InverseTransformConfig,
     EntropyConfig,

@@ -6,7 +6,7 @@ A placement is a function `(depth, **options) -> list of zero-based layers`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 
 def alternate(depth: int, first: int = 1, stride: int = 2) -> list[int]:
@@ -37,8 +37,14 @@ def stages(depth: int, layers: Sequence[int] | None = None) -> list[int]:
     return listed(depth, layers)
 
 
-def bilayer(depth: int) -> list[int]:
-    """T-D-T-D-...-T (DTRNet): layers 1, 3, 5, ... but never the last, so that the first and last layers are dense."""
+def bilayer(depth: int, ends: Literal["dense", "routed"] = "dense") -> list[int]:
+    """T-D-T-D-...-T (DTRNet): layers 1, 3, 5, ... but never the last, so that the first and last layers are dense.
+
+    ends: `routed`: layers 0 and the last as well, where the released list of layers, meant as those to route, names the
+        dense ones: 2, 4, 6, ... but never the last.
+    """
+    if ends == "routed":
+        return [layer for layer in range(depth) if layer % 2 == 1 or layer in (0, depth - 1)]
     return [layer for layer in range(1, depth - 1) if layer % 2 == 1]
 
 

@@ -77,6 +77,7 @@ class BilayerConfig(PlacementConfig):
 
     name: Name = "bilayer"
     class_path: str = shipped("routing_lab.routing.members.bilayer")
+    ends: Literal["dense", "routed"] = "dense"
 
 
 class TrilayerConfig(PlacementConfig):

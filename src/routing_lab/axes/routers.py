@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import ClassVar, Literal, TypeAlias
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
 
@@ -106,19 +106,28 @@ class DenseRouterConfig(RouterConfig):
     class_path: str = shipped("routing_lab.routing.routers.DenseRouter")
 
 
-class LinearRouterConfig(RouterConfig):
-    """`router=linear`."""
+class ProjectionRouterConfig(RouterConfig):
+    """Routers that project the token to a number."""
 
-    facts: ClassVar[RouterTraits] = RouterTraits(learned=True, boundary=0.0)
-
-    name: Name = "linear"
-    class_path: str = shipped("routing_lab.routing.routers.LinearRouter")
     bias: bool = False
     init_std: float = Field(default=0.02, ge=0)
     normalize_input: bool = False
 
     def weights(self, width: int) -> int:
         return width
+
+
+class LinearRouterConfig(ProjectionRouterConfig):
+    """`router=linear`."""
+
+    facts: ClassVar[RouterTraits] = RouterTraits(learned=True, boundary=0.0)
+
+    name: Name = "linear"
+    class_path: str = shipped("routing_lab.routing.routers.LinearRouter")
+    auxiliary: bool = False
+
+    def weights(self, width: int) -> int:
+        return width * (2 if self.auxiliary else 1)
 
 
 class PredictorRouterConfig(RouterConfig):
@@ -146,6 +155,8 @@ class MLPRouterConfig(RouterConfig):
     class_path: str = shipped("routing_lab.routing.routers.MLPRouter")
     hidden: Positive | None = None
     normalize_input: bool = False
+    norm: Literal["none", "rms"] = "none"
+    init_bias: Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
 
     def weights(self, width: int) -> int:
         hidden = width // 2 if self.hidden is None else self.hidden
@@ -206,7 +217,7 @@ class AttentionReceivedRouterConfig(HeadRouterConfig):
                     yield f"router.{key}", kinds, message
 
 
-class MixRouterConfig(AttentionReceivedRouterConfig, LinearRouterConfig):
+class MixRouterConfig(AttentionReceivedRouterConfig, ProjectionRouterConfig):
     """`router=mix`."""
 
     facts: ClassVar[RouterTraits] = RouterTraits(attention=RECEIVED, learned=True, sees_later=True)

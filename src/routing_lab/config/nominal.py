@@ -93,7 +93,7 @@ def nominal_counts(
             counts.append(Treated(entering, entering))
             continue
         offer = Offer(eligible, tokens, prefix, routed.index(layer), len(routed))
-        kept = axes.capacity.num_kept(offer)
+        kept = None if axes.capacity.reserve else axes.capacity.num_kept(offer)
         if kept is None:
             return None
         if not bypass.removes:

@@ -126,7 +126,7 @@ def capacity_fits(capacity: CapacityConfig, router: RouterConfig) -> Iterator[Pr
     rule, score = capacity.traits, router.traits
     if not score.routes:
         return
-    if rule.needs_choice and not score.choice:
+    if capacity.needs_choice and not score.choice:
         yield Problem.of(
             "capacity",
             capacity.name,

@@ -97,7 +97,7 @@ def later_tokens_are_seen(
             f"scaling.normalize={normalize} compares a token's score with those of later ones, which a causal model "
             "has not seen when it generates; sigmoid looks at the token alone"
         )
-    if capacity.traits.compares:
+    if capacity.compares:
         yield (
             f"capacity={capacity.name} compares a token's score with those of later ones, which a causal model has "
             "not seen when it generates; capacity=threshold decides from the token alone"

@@ -113,6 +113,10 @@ class Router(nn.Module, ABC):
     def score(self, inputs: RouterInput) -> Tensor:
         """Scores [B, N], one for each token that entered the layer."""
 
+    def predicted(self, inputs: RouterInput) -> Tensor | None:
+        """[B, N] what is chosen by in evaluation instead of the score, on its scale; None: the score itself."""
+        return None
+
     def halting(self, tokens: Tokens) -> Tensor | None:
         """[B, N] the part of its halting mass that each token which leaves the layer spends here; None: it has none."""
         return None
@@ -187,6 +191,10 @@ class Capacity(nn.Module, ABC):
         persist: `per_layer`: every layer chooses among all tokens, so that a bypassed one may return
             (Mixture-of-Depths); `hierarchical`: only among those that the routed layer before it kept
             (Mixture-of-Recursions).
+        reserve: so many first tokens of a sequence are kept whatever their scores, besides the budget (D-LLM).
+
+    Attributes:
+        compares: in evaluation, whether a token is kept depends on later tokens.
     """
 
     traits: ClassVar[CapacityTraits] = CapacityTraits()
@@ -198,8 +206,11 @@ class Capacity(nn.Module, ABC):
         order: Literal["highest", "lowest"] = "highest",
         protect: Literal["none", "class", "prefix"] = "prefix",
         persist: Literal["per_layer", "hierarchical"] = "per_layer",
+        reserve: int = 0,
     ) -> None:
         super().__init__()
+        self.reserve = reserve
+        self.compares = self.traits.compares
         self.spec = spec
         self.order = order
         self.persist = persist
@@ -420,6 +431,7 @@ class LayerTrace:
         size: [B, tokens] how many of the first tokens each leaving token stands for; None while each stands for itself.
         halting: [B, tokens] the part of its halting mass that each leaving token spent here; None without halting.
         valid: [B, N] bool, False at padding among the entering tokens; None without padding.
+        predicted: [B, N] log odds of keeping, what a router's auxiliary predictor says; None without one.
         logits: [B, N, E] what a learned router made its scores of, see `Router.read`.
         relaxed: [B, N] the decision as 0 or 1 with a gradient, where the capacity or the bypass makes one in training.
         fraction: the fraction of tokens that the capacity aims at; None where it has none.
@@ -437,6 +449,7 @@ class LayerTrace:
     size: Tensor | None = None
     halting: Tensor | None = None
     valid: Tensor | None = None
+    predicted: Tensor | None = None
     logits: Tensor | None = None
     relaxed: Tensor | None = None
     fraction: float | None = None

@@ -14,7 +14,9 @@ from torch import Tensor
 from routing_lab.axes.budget import between, layer_fraction, per_layer, quantile_bounds, topk_count
 from routing_lab.axes.capacities import (
     ArgmaxConfig,
+    ControlledConfig,
     EntropyConfig,
+    Evaluate,
     GumbelConfig,
     Interpolation,
     InverseTransformConfig,
@@ -88,6 +90,9 @@ class TopK(FractionCapacity):
         count: N is the number of tokens that enter the layer (`current`) or that entered the first layer (`initial`).
         count_prefix: whether the prefix tokens count in N and in k; if not, k patches are kept besides those protected
             (EViT, DynamicViT).
+        evaluate: in evaluation, `budget`: the k best; `choice`: the tokens for which the router itself decides,
+            whatever their number, which needs no later token (Mixture-of-Depths, section 3.5).
+        boundary: for `choice`, the score at which the router's decision flips; a tie is not kept.
         others: as for every capacity with a fraction.
     """
 
@@ -100,12 +105,23 @@ class TopK(FractionCapacity):
         rounding: Rounding = "floor",
         count: Literal["current", "initial"] = "current",
         count_prefix: bool = True,
+        evaluate: Evaluate = "budget",
+        boundary: float | None = None,
         **options: Any,
     ) -> None:
         super().__init__(spec, **options)
         self.rounding: Rounding = rounding
         self.count = count
+        self.boundary = _own_boundary(self, evaluate, boundary)
+        self.compares = self.boundary is None
         self.num_uncounted = 0 if count_prefix else len(spec.prefix)
+
+    def forward(self, scores: Tensor, state: RunState, valid: Tensor | None = None) -> Selection:
+        if state.training or self.boundary is None:
+            return super().forward(scores, state, valid)
+        scores = scores if self.order == "highest" else -scores
+        kept = scores.detach() > self.boundary
+        return _keep(kept if valid is None else kept & valid, self.num_protected)
 
     def select(self, scores: Tensor, state: RunState) -> Selection:
         tokens = scores.shape[1]
@@ -176,6 +192,48 @@ class Threshold(Capacity):
         return _keep((scores >= self.threshold) & valid, self.num_protected)
 
 
+class Controlled(Capacity):
+    """Keeps scores of at least a threshold that training moves until a fraction of the tokens is kept.
+
+    After each training step the threshold changes by rate x (fraction kept - target): a budget without a loss, met by
+    every layer for itself, and a rule that looks at no other token. Kept in checkpoints; evaluation takes the last one.
+
+    Args:
+        target: fraction of the tokens to keep.
+        rate: of the controller.
+        start: threshold at the beginning.
+        order, protect: as for every capacity.
+    """
+
+    traits: ClassVar[CapacityTraits] = ControlledConfig.facts
+    threshold: Tensor
+
+    def __init__(
+        self, spec: LayerSpec, *, target: float = 0.1, rate: float = 0.01, start: float = 0.5, **common: Any
+    ) -> None:
+        super().__init__(spec, **common)
+        self.target = target
+        self.rate = rate
+        start = start if self.order == "highest" else -start
+        self.register_buffer("threshold", torch.tensor(start, dtype=torch.float64))
+
+    def aimed_fraction(self, progress: float) -> float:
+        return self.target
+
+    def select(self, scores: Tensor, state: RunState) -> Selection:
+        return self.select_ragged(scores, torch.ones_like(scores, dtype=torch.bool), state)
+
+    def select_ragged(self, scores: Tensor, valid: Tensor, state: RunState) -> Selection:
+        kept = (scores >= self.threshold) & valid
+        if state.training:
+            share = torch.stack([kept.sum(), valid.sum()]).double()
+            if torch.distributed.is_available() and torch.distributed.is_initialized():
+                torch.distributed.all_reduce(share)
+            # Out of place: a recomputed layer finds the threshold that its first forward had where autograd kept it.
+            self.threshold = self.threshold + self.rate * (share[0] / share[1].clamp_min(1) - self.target)
+        return _keep(kept, self.num_protected)
+
+
 class Argmax(Capacity):
     """Token choice: keeps the tokens for which the router itself prefers to attend, p > 0.5 (DTRNet, Eq. 2).
 
@@ -236,6 +294,9 @@ class Gumbel(FractionCapacity):
         temperature: T.
         rounding: `floor`, `ceil` or `round` (half up).
         scale: what the router's score says about keeping, see `RouterTraits.scale`.
+        evaluate: in evaluation, `budget`: as above; `choice`: the tokens that are at least as likely kept as
+            not (D-LLM).
+        boundary: for `choice`, the score at which the router's decision flips.
         others: as for every capacity with a fraction.
     """
 
@@ -248,16 +309,23 @@ class Gumbel(FractionCapacity):
         scale: ScoreScale,
         temperature: float = 1.0,
         rounding: Rounding = "floor",
+        evaluate: Evaluate = "budget",
+        boundary: float | None = None,
         **options: Any,
     ) -> None:
         super().__init__(spec, **options)
+        self.boundary = _own_boundary(self, evaluate, boundary)
+        self.compares = self.boundary is None
         self.scale: ScoreScale = scale
         self.temperature = temperature
         self.rounding: Rounding = rounding
 
     def forward(self, scores: Tensor, state: RunState, valid: Tensor | None = None) -> Selection:
         if not state.training:
-            return super().forward(scores, state, valid)
+            if self.boundary is None:
+                return super().forward(scores, state, valid)
+            kept = (scores if self.order == "highest" else -scores).detach() >= self.boundary
+            return _keep(kept if valid is None else kept & valid, self.num_protected)
         odds = log_odds(scores, self.scale)
         if self.order == "lowest":
             odds = -odds
@@ -393,6 +461,15 @@ def quantile(scores: Tensor, beta: float, interpolation: Interpolation = "linear
     low, high, weight = quantile_bounds(beta, scores.shape[1], interpolation)
     below, above = ordered[:, low : low + 1], ordered[:, high : high + 1]
     return below if low == high else torch.lerp(below, above, weight)
+
+
+def _own_boundary(capacity: Capacity, evaluate: Evaluate, boundary: float | None) -> float | None:
+    """The score, `order` applied, at which a router's own decision flips; None where the budget decides."""
+    if evaluate == "budget":
+        return None
+    if boundary is None:
+        raise ValueError("capacity.evaluate = choice: the router decides nothing by itself")
+    return boundary if capacity.order == "highest" else -boundary
 
 
 def _best(scores: Tensor, kept: int, num_protected: int, scope: str) -> Selection:

@@ -82,6 +82,7 @@ class Choice:
     selection: Selection
     gates: Gates
     logits: Tensor | None
+    predicted: Tensor | None
     fraction: float | None
 
 
@@ -230,20 +231,25 @@ class RoutedLayer(nn.Module):
         scores, logits = self.router.read(inputs)
         if self.corruption is not None:
             scores = self.corruption(scores, inputs)
+        predicted = self.router.predicted(inputs)
+        ranked = scores if predicted is None or state.training else predicted
         eligible = tokens.eligible
         if eligible is None:
-            selection = self.capacity(scores, state, tokens.valid)
+            selection = self.capacity(ranked, state, tokens.valid)
         elif tokens.policy is not None and self.capacity.traits.relaxes:
             # Also tokens that are gone decide: their decision weighs the gradient of the one that took them out.
-            selection = self.capacity(scores, state, eligible.mask())
+            selection = self.capacity(ranked, state, eligible.mask())
         else:
-            selection = self.capacity(eligible.gather(scores), state, eligible.valid).within(eligible)
+            selection = self.capacity(eligible.gather(ranked), state, eligible.valid).within(eligible)
+        if self.capacity.reserve:
+            position = tokens.positions()
+            selection = selection.including((position >= 0) & (position < self.capacity.reserve))
         if edit is not None:
             selection = edit(scores, selection)
         if tokens.policy is not None:
             selection = selection.times(tokens.policy)
         fraction = self.capacity.aimed_fraction(state.progress)
-        return Choice(scores, selection, self.scaling(scores, selection), logits, fraction)
+        return Choice(scores, selection, self.scaling(scores, selection), logits, predicted, fraction)
 
     def _taken_out(self, tokens: Tokens, selection: Selection) -> Tokens:
         """The tokens, of which those that were not kept are no keys any more, and are never kept again."""
@@ -441,6 +447,7 @@ def _trace(entered: Tokens, left: Tokens, choice: Choice, work: Work) -> LayerTr
         source=left.source,
         size=left.size,
         valid=entered.valid,
+        predicted=choice.predicted,
         logits=choice.logits,
         relaxed=selection.relaxed,
         fraction=choice.fraction,

@@ -100,11 +100,11 @@ def bce_auxiliary_loss(trace: Trace) -> Tensor:
 
     Mixture-of-Depths' first remedy for a selection that needs the whole sequence (Raposo et al. 2024, section 3.5): it
     pulls the score of kept tokens above the decision boundary and that of the others below, so that a threshold can
-    replace the top-k.
+    replace the top-k. Where the router has an auxiliary predictor (its second remedy), that is pulled instead.
     """
     losses = []
     for layer in _routed(trace):
-        odds = _log_odds(layer)
+        odds = _log_odds(layer) if layer.predicted is None else layer.predicted
         target = _kept_mask(layer).to(odds.dtype)
         losses.append(_mean(F.binary_cross_entropy_with_logits(odds, target, reduction="none"), layer))
     return torch.stack(losses).mean()

@@ -31,13 +31,16 @@ class NoiseSource:
     step: int
     sample_ids: Tensor
 
-    def uniform(self, num_tokens: int, seed: int, layer: int, purpose: int = 0) -> Tensor:
-        """[B, N] float32 in (0, 1), new at every step and sample."""
-        return _uniform(self.sample_ids + 1, self.step + 1, num_tokens, _combine(seed, layer, purpose))
+    def uniform(self, tokens: int | Tensor, seed: int, layer: int, purpose: int = 0) -> Tensor:
+        """[B, N] float32 in (0, 1), new at every step and sample.
 
-    def fixed(self, num_tokens: int, seed: int, layer: int, purpose: int = 0) -> Tensor:
-        """[B, N] float32 in (0, 1), the same at every step and for every sample."""
-        return _uniform(torch.zeros_like(self.sample_ids), 0, num_tokens, _combine(seed, layer, purpose))
+        tokens: N, or [B, N] the number of each token.
+        """
+        return _uniform(self.sample_ids + 1, self.step + 1, tokens, _combine(seed, layer, purpose))
+
+    def fixed(self, tokens: int | Tensor, seed: int, layer: int, purpose: int = 0) -> Tensor:
+        """[B, N] float32 in (0, 1), the same at every step and for every sample; tokens as for `uniform`."""
+        return _uniform(torch.zeros_like(self.sample_ids), 0, tokens, _combine(seed, layer, purpose))
 
     def gumbel(self, num_tokens: int, seed: int, layer: int) -> Tensor:
         """[B, N, 2] float32, standard Gumbel: perturbs a choice between two, the first of them to keep."""
@@ -55,8 +58,8 @@ def _combine(seed: int, layer: int, purpose: int) -> int:
     return (value >> 1) & (2**63 - 1)
 
 
-def _uniform(ids: Tensor, step: int, num_tokens: int, base: int) -> Tensor:
-    token = torch.arange(num_tokens, device=ids.device)
+def _uniform(ids: Tensor, step: int, tokens: int | Tensor, base: int) -> Tensor:
+    token = torch.arange(tokens, device=ids.device) if isinstance(tokens, int) else tokens
     row = _mix(_mix(ids + base) ^ (torch.full_like(ids, step) * _GOLDEN))
     bits = _mix(row.unsqueeze(1) + (token + 1) * _GOLDEN)
     # 23 bits and a half fill a float32 significand exactly and keep both ends open.

@@ -51,17 +51,32 @@ class LinearRouter(Router):
         bias: add a learned bias (one more parameter).
         init_std: standard deviation of the initial weights.
         normalize_input: apply a parameter-free layer norm to x first.
+        auxiliary: a second projection, with a bias, of the token without its gradient, predicts whether the token will
+            be kept, and chooses in evaluation (the second remedy of section 3.5); `losses=bce_auxiliary` teaches it.
     """
 
     traits: ClassVar[RouterTraits] = LinearRouterConfig.facts
 
     def __init__(
-        self, spec: LayerSpec, *, bias: bool = False, init_std: float = 0.02, normalize_input: bool = False
+        self,
+        spec: LayerSpec,
+        *,
+        bias: bool = False,
+        init_std: float = 0.02,
+        normalize_input: bool = False,
+        auxiliary: bool = False,
     ) -> None:
         super().__init__(spec)
         self.weight = nn.Parameter(torch.randn(1, spec.width) * init_std)
         self.bias = nn.Parameter(torch.zeros(1)) if bias else None
         self.normalize_input = normalize_input
+        self.auxiliary = nn.Linear(spec.width, 1) if auxiliary else None
+
+    def predicted(self, inputs: RouterInput) -> Tensor | None:
+        if self.auxiliary is None:
+            return None
+        x = _router_input(inputs.tokens.x.detach(), self.auxiliary.weight, self.normalize_input)
+        return _linear(x, self.auxiliary.weight, self.auxiliary.bias).squeeze(-1)
 
     def score(self, inputs: RouterInput) -> Tensor:
         x = _router_input(inputs.tokens.x, self.weight, self.normalize_input)
@@ -74,21 +89,38 @@ class MLPRouter(TwoWayRouter):
     Args:
         hidden: hidden width; None: half the width of the residual stream.
         normalize_input: apply a parameter-free layer norm to x first.
+        norm: before the activation, `rms`: a learned root-mean-square norm (D-LLM), or `none`.
+        init_bias: initial values of b_2, of keeping first; None: drawn as torch does.
     """
 
     traits: ClassVar[RouterTraits] = MLPRouterConfig.facts
 
-    def __init__(self, spec: LayerSpec, *, hidden: int | None = None, normalize_input: bool = False) -> None:
+    def __init__(
+        self,
+        spec: LayerSpec,
+        *,
+        hidden: int | None = None,
+        normalize_input: bool = False,
+        norm: Literal["none", "rms"] = "none",
+        init_bias: Sequence[float] | None = None,
+    ) -> None:
         super().__init__(spec)
         hidden = hidden or spec.width // 2
         self.fc1 = nn.Linear(spec.width, hidden)
         self.fc2 = nn.Linear(hidden, 2)
+        self.norm = nn.RMSNorm(hidden, eps=1e-5) if norm == "rms" else None
         self.normalize_input = normalize_input
+        if init_bias is not None:
+            with torch.no_grad():
+                self.fc2.bias.copy_(torch.tensor(list(init_bias)))
 
     def logits(self, inputs: RouterInput) -> Tensor:
         x = _router_input(inputs.tokens.x, self.fc1.weight, self.normalize_input)
-        hidden = nn.functional.silu(_linear(x, self.fc1.weight, self.fc1.bias))
-        return _linear(hidden, self.fc2.weight, self.fc2.bias)
+        hidden = _linear(x, self.fc1.weight, self.fc1.bias)
+        if self.norm is not None:
+            weight = self.norm.weight.to(hidden.dtype)
+            hidden = nn.functional.rms_norm(hidden, self.norm.normalized_shape, weight, self.norm.eps)
+        return _linear(nn.functional.silu(hidden), self.fc2.weight, self.fc2.bias)
 
 
 class PredictorRouter(TwoWayRouter):
@@ -402,13 +434,18 @@ class RandomRouter(Router):
         self.mode = mode
 
     def score(self, inputs: RouterInput) -> Tensor:
-        batch, tokens = inputs.tokens.x.shape[:2]
+        tokens = inputs.tokens
         noise, spec = inputs.state.noise, self.spec
+        number: int | Tensor = tokens.x.shape[1]
+        if tokens.position is not None and tokens.source is None:
+            number = tokens.position  # of a text that is padded or decoded
         if self.mode == "iid":
-            return noise.uniform(tokens, spec.seed, spec.layer)
+            return noise.uniform(number, spec.seed, spec.layer)
         if self.mode == "fixed":
-            return noise.fixed(tokens, spec.seed, spec.layer)
-        return _van_der_corput(tokens, inputs.tokens.num_prefix, inputs.tokens.x.device).expand(batch, tokens)
+            return noise.fixed(number, spec.seed, spec.layer)
+        if isinstance(number, int):
+            number = torch.arange(number, device=tokens.x.device).expand(tokens.x.shape[:2])
+        return _van_der_corput(number - tokens.num_prefix)
 
 
 class OracleRouter(Router):
@@ -567,10 +604,9 @@ def _positions(kinds: Sequence[str], prefix: tuple[str, ...]) -> tuple[int, ...]
     return tuple(i for i, kind in enumerate(prefix) if kind in kinds or "prefix" in kinds)
 
 
-def _van_der_corput(tokens: int, num_prefix: int, device: torch.device) -> Tensor:
-    """[N] float32: 1 - v(n) with v the base-2 radical inverse of the patch index; prefix tokens come first, at 1."""
-    patch = torch.arange(tokens, device=device) - num_prefix
-    inverse = torch.zeros(tokens, device=device)
-    for bit in range(max(1, (tokens - 1).bit_length())):
+def _van_der_corput(patch: Tensor) -> Tensor:
+    """[B, N] float32: 1 - v(n) with v the base-2 radical inverse of the patch index; prefix tokens come first, at 1."""
+    inverse = torch.zeros(patch.shape, device=patch.device)
+    for bit in range(24):  # as many as the significand holds
         inverse = inverse + ((patch >> bit) & 1) * 2.0 ** -(bit + 1)
     return torch.where(patch < 0, 1.0, 1 - inverse)

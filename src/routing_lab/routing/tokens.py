@@ -325,6 +325,11 @@ class Selection:
         """The selection that keeps the first `kept` of `tokens` tokens in every sample."""
         return cls(torch.arange(kept, device=device).expand(batch, kept), None, tokens)
 
+    def including(self, mask: Tensor) -> Selection:
+        """This selection and the True positions of `mask` [B, N], whose relaxed decision is one."""
+        relaxed = None if self.relaxed is None else self.relaxed.masked_fill(mask, 1)
+        return replace(Selection.from_mask(self.mask() | mask), relaxed=relaxed)
+
     def within(self, outer: Selection) -> Selection:
         """This selection of the tokens that `outer` keeps, as indices into the tokens that `outer` chose from."""
         relaxed = self.relaxed
