@@ -45,6 +45,7 @@ def attention(
     *,
     mask: Tensor | None = None,
     policy: Tensor | None = None,
+    causal: bool = False,
 ) -> Tensor:
     """softmax(scale * query key^T + mask) value, [B, H, N, d].
 
@@ -52,11 +53,14 @@ def attention(
         query: [B, H, N, d]; key, value: [B, H, M, d].
         mask: [B, 1 or H, N, M] boolean, True where a query may attend, or added to the logits.
         policy: [B, M], weight of each key, see `policy_softmax`; None: all one.
+        causal: instead of a mask, query n sees the keys up to n.
     """
     if kernel.fused and policy is None:
         return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, dropout_p=kernel.dropout, scale=kernel.scale
+            query, key, value, attn_mask=mask, dropout_p=kernel.dropout, scale=kernel.scale, is_causal=causal
         )
+    if causal:
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
     logits = (query * _scale(query, kernel)) @ key.transpose(-2, -1)
     if mask is not None:
         logits = logits.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else logits + mask

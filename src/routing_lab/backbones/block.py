@@ -14,6 +14,7 @@ import copy
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, Self
 
 import torch
@@ -30,6 +31,7 @@ from routing_lab.attention import (
     map_statistics,
 )
 from routing_lab.routing.base import Block
+from routing_lab.routing.cache import LayerCache
 from routing_lab.routing.tokens import Positioned
 
 Branch = Literal["attention", "mlp"]
@@ -58,6 +60,7 @@ class PreNormBlock(Block):
         self.recomputed = self.module is not module
         self._policy: Tensor | None = None
         self._shown: Tensor | None = None
+        self._cache: LayerCache | None = None
 
     # --- what a family states: the six hooks, and the calls of whole modules ---
 
@@ -122,7 +125,7 @@ class PreNormBlock(Block):
         return ((self.heads + self.kv_heads) * self.head_dim, self.width)
 
     def dense(self, tokens: Positioned, context: Any) -> Tensor:
-        if self._policy is None:
+        if self._policy is None and self._cache is None:
             whole = self.whole_block(tokens, context)
             if whole is not None:
                 return whole
@@ -134,9 +137,18 @@ class PreNormBlock(Block):
         return self.called(tokens.x, parts)
 
     def attend(
-        self, queries: Positioned, context: Any, keys: Positioned | None = None, *, visible: Tensor | None = None
+        self,
+        queries: Positioned,
+        context: Any,
+        keys: Positioned | None = None,
+        *,
+        visible: Tensor | None = None,
+        stays: Tensor | None = None,
     ) -> Tensor:
         normed = self._normed(queries.x, "attention")
+        if self._cache is not None:
+            seen = partial(self._attend_cached, self._cache, queries, context, keys, visible, stays)
+            return self.residual(self.called_attention(normed, seen), "attention")
         mask = _mask(queries, keys or queries, visible, self.causal)
         if keys is None and self._policy is None:
             whole = self.whole_attention(normed, queries, mask, context)
@@ -208,6 +220,11 @@ class PreNormBlock(Block):
         twin._policy = policy
         return twin
 
+    def caching(self, cache: LayerCache) -> Self:
+        twin = copy.copy(self)
+        twin._cache = cache
+        return twin
+
     def hiding(self, mask: Tensor) -> Self:
         twin = copy.copy(self)
         twin._shown = mask.unsqueeze(-1)
@@ -215,9 +232,9 @@ class PreNormBlock(Block):
 
     # --- what a family overrides whose map is not one softmax ---
 
-    def attention(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    def attention(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool = False) -> Tensor:
         """[B, H, N, d] what the heads put together, keys and values repeated for the query heads of each group."""
-        return attention(query, key, value, self.kernel, mask=mask, policy=self._policy)
+        return attention(query, key, value, self.kernel, mask=mask, policy=self._policy, causal=causal)
 
     def alone(self, value: Tensor) -> Tensor:
         """`attention` of tokens that see themselves alone, from their values."""
@@ -261,14 +278,52 @@ class PreNormBlock(Block):
         self, normed: Tensor, queries: Positioned, keys: Positioned | None, context: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, H, K, d], keys and values [B, H, M, d], where they stand."""
+        query, key, value, _ = self._placed(normed, queries, keys, context)
+        return query, self._repeated(key), self._repeated(value)
+
+    def _placed(
+        self, normed: Tensor, queries: Positioned, keys: Positioned | None, context: Any
+    ) -> tuple[Tensor, Tensor, Tensor, Positioned]:
+        """Queries [B, H, K, d], keys and values [B, G, M, d], where they stand, and whose keys they are."""
         if keys is None:
             query, key, value = self.query_key_value(normed)
         else:
             query = self.query(normed)
             key, value = self.key_value(self._normed(keys.x, "attention"))
+        side = keys or queries
         query = self.placed(query, "query", queries, context)
-        key = self.placed(key, "key", keys or queries, context)
-        return query, self._repeated(key), self._repeated(value)
+        return query, self.placed(key, "key", side, context), value, side
+
+    def _attend_cached(
+        self,
+        cache: LayerCache,
+        queries: Positioned,
+        context: Any,
+        keys: Positioned | None,
+        visible: Tensor | None,
+        stays: Tensor | None,
+        normed: Tensor,
+    ) -> Tensor:
+        """The attention module's output for queries that see the keys of earlier calls besides those of this one."""
+        query, key, value, side = self._placed(normed, queries, keys, context)
+        seen = cache.extend(key, value, side.positions(), side.valid, stays)
+        past = Positioned(seen.key, seen.position, seen.valid)
+        number, known = query.shape[2], seen.position.shape[1]
+        if visible is not None:
+            everything = visible.new_ones(*visible.shape[:2], known - visible.shape[2])
+            visible = torch.cat([everything, visible], dim=2)
+        alone = keys is None and visible is None and seen.valid is None and queries.valid is None
+        if alone and (number == 1 or number == known):
+            mask, causal = None, number > 1  # the last token sees all; tokens without a past see each other
+        else:
+            mask, causal = _mask(queries, past, visible, True), False
+        if number == 1 and self.kv_heads != self.heads:
+            # The heads that share a key are its queries, so that nothing is repeated.
+            grouped = query.unflatten(1, (self.kv_heads, -1)).squeeze(3)
+            out = self.attention(grouped, seen.key, seen.value, mask).flatten(1, 2).unsqueeze(2)
+        else:
+            out = self.attention(query, self._repeated(seen.key), self._repeated(seen.value), mask, causal)
+        return self._finish(out, normed)
 
     def _repeated(self, x: Tensor) -> Tensor:
         """[B, G, N, d] repeated for the query heads of each group: [B, H, N, d]."""

@@ -20,6 +20,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3Decode
 
 from routing_lab.attention import Kernel
 from routing_lab.backbones.block import Branch, PreNormBlock, additive, called, expect, unwrapped
+from routing_lab.routing.cache import KVCache
 from routing_lab.routing.model import Backbone
 from routing_lab.routing.tokens import Layout, Positioned, Tokens
 
@@ -76,6 +77,8 @@ class LlamaBackbone(Backbone):
     def embed(self, inputs: Tensor, layout: Layout | None = None) -> tuple[Tokens, DecoderContext]:
         model = self.module.model
         x = model.embed_tokens(inputs)
+        if layout is not None and layout.cache is not None:
+            return self._continued(x, layout, layout.cache)
         positions = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
         common = {"config": model.config, "inputs_embeds": x, "attention_mask": None, "cache": None}
         mask = create_causal_mask(**common, position_ids=positions)
@@ -90,8 +93,30 @@ class LlamaBackbone(Backbone):
         cosine, sine = model.rotary_emb(x, position_ids=positions)
         tokens = Tokens(x)
         if layout is not None:
-            tokens = replace(tokens, valid=layout.valid, position=layout.position(), segment=layout.segment)
+            tokens = replace(tokens, valid=layout.valid, position=layout.position(inputs), segment=layout.segment)
         return tokens, DecoderContext(cosine, sine, mask, window_mask)
+
+    def _continued(self, x: Tensor, layout: Layout, cache: KVCache) -> tuple[Tokens, DecoderContext]:
+        """Tokens behind those in a cache, which holds the rotary angles of all positions so far."""
+        model, config = self.module.model, self.module.config
+        reach = cache.reach + x.shape[1]
+        if layout.segment is not None:
+            raise ValueError("segments: a cache holds one document a sample")
+        if model.rotary_emb.rope_type in ("dynamic", "longrope"):
+            raise ValueError(
+                f"cache: {model.rotary_emb.rope_type} rotary angles change with the length of the text, also those of keys "
+                "that are cached; use yarn or linear"
+            )
+        if any(_windowed(layer) for layer in model.layers) and reach > config.sliding_window:
+            raise ValueError(
+                f"inputs: {reach} tokens are more than the sliding window of {config.sliding_window}; routing is defined "
+                "for attention to every earlier token"
+            )
+        if cache.shared is None or cache.shared[0].shape[1] < reach:
+            positions = torch.arange(max(2 * reach, 64), device=x.device).unsqueeze(0)
+            cache.shared = model.rotary_emb(x, position_ids=positions)
+        tokens = Tokens(x, position=layout.position(x[..., 0]), valid=layout.valid)
+        return tokens, DecoderContext(*cache.shared, None, None)
 
     def block(self, layer: int) -> LlamaBlock:
         return LlamaBlock(self.module.model.layers[layer], self.width, f"layer {layer}")

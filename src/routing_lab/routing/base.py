@@ -26,6 +26,7 @@ from routing_lab.axes.facts import (
     ScoreScale,
     SubLayer,
 )
+from routing_lab.routing.cache import KVCache, LayerCache
 from routing_lab.routing.noise import NoiseSource
 from routing_lab.routing.tokens import Positioned, Selection, Tokens
 from routing_lab.routing.work import Work
@@ -64,6 +65,7 @@ class RunState:
         training: whether the model is in training mode.
         initial_tokens: number of tokens that entered the first layer.
         informative: [B, P] bool, the patches that decide the class, where the data know; only an oracle reads them.
+        cache: keys and values of earlier calls, to which the layers add theirs; None: there are none.
     """
 
     progress: float
@@ -71,6 +73,7 @@ class RunState:
     training: bool
     initial_tokens: int
     informative: Tensor | None = None
+    cache: KVCache | None = None
 
 
 @dataclass
@@ -305,7 +308,13 @@ class Block(ABC):
 
     @abstractmethod
     def attend(
-        self, queries: Positioned, context: Any, keys: Positioned | None = None, *, visible: Tensor | None = None
+        self,
+        queries: Positioned,
+        context: Any,
+        keys: Positioned | None = None,
+        *,
+        visible: Tensor | None = None,
+        stays: Tensor | None = None,
     ) -> Tensor:
         """The attention branch a, without the residual.
 
@@ -314,6 +323,7 @@ class Block(ABC):
             context: what the backbone's blocks share in this forward.
             keys: [B, M, D] tokens attended to; None: the queries themselves.
             visible: [B, K, M] bool, True where a query may attend to a valid key; None: to all.
+            stays: [B, M] bool, the keys that tokens of later calls may attend to, see `caching`; None: all.
         """
 
     @abstractmethod
@@ -359,6 +369,10 @@ class Block(ABC):
     @abstractmethod
     def weighing(self, policy: Tensor) -> Block:
         """This block with an attention that weighs every key by policy [B, N], see `policy_softmax`."""
+
+    @abstractmethod
+    def caching(self, cache: LayerCache) -> Block:
+        """This block with an attention that also sees the keys of earlier calls, and adds its own to them."""
 
     @abstractmethod
     def hiding(self, mask: Tensor) -> Block:

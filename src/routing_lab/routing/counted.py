@@ -13,6 +13,7 @@ from torch import Tensor
 
 from routing_lab.attention import AttentionStatistics, StatisticsRequest
 from routing_lab.routing.base import Block
+from routing_lab.routing.cache import LayerCache
 from routing_lab.routing.tokens import Positioned
 from routing_lab.routing.work import Count, Work
 
@@ -64,13 +65,19 @@ class CountedBlock(Block):
         return self.block.dense(tokens, context)
 
     def attend(
-        self, queries: Positioned, context: Any, keys: Positioned | None = None, *, visible: Tensor | None = None
+        self,
+        queries: Positioned,
+        context: Any,
+        keys: Positioned | None = None,
+        *,
+        visible: Tensor | None = None,
+        stays: Tensor | None = None,
     ) -> Tensor:
         number, key_number = self._numbers(queries, keys)
         self.work.add_attention(number, key_number)
         if keys is not None:
             self._note_rest(keys_and_values_of=number, queries_of=key_number)
-        return self.block.attend(queries, context, keys, visible=visible)
+        return self.block.attend(queries, context, keys, visible=visible, stays=stays)
 
     def attend_with_statistics(
         self, tokens: Positioned, context: Any, request: StatisticsRequest, *, projection: Tensor | None = None
@@ -123,6 +130,9 @@ class CountedBlock(Block):
 
     def weighing(self, policy: Tensor) -> CountedBlock:
         return CountedBlock(self.block.weighing(policy), self.work, self.valid, self.key_valid, repeats=self.repeats)
+
+    def caching(self, cache: LayerCache) -> CountedBlock:
+        return CountedBlock(self.block.caching(cache), self.work, self.valid, self.key_valid)
 
     def hiding(self, mask: Tensor) -> CountedBlock:
         return CountedBlock(self.block.hiding(mask), self.work, self.valid, self.key_valid, repeats=self.repeats)

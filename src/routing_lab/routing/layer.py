@@ -121,6 +121,23 @@ class RoutedLayer(nn.Module):
         self.nested = capacity.persist == "hierarchical" or bypass.traits.final
         self.execution = execution
 
+    @property
+    def looks_ahead(self) -> list[str]:
+        """What makes a token's fate depend on later tokens in evaluation, in words."""
+        router, normalize = self.router, getattr(self.scaling, "normalize", None)
+        found = []
+        if router.traits.sees_later:
+            found.append(f"{type(router).__name__} scores a token by later ones")
+        if self.corruption is not None and self.corruption.phase != "train":
+            found.append("scores are spoilt over the whole sequence")
+        if self.capacity.compares:
+            found.append(f"{type(self.capacity).__name__} compares a token's score with those of later ones")
+        if normalize in self.scaling.traits.over_sequence:
+            found.append(f"{type(self.scaling).__name__} divides by what the whole sequence has ({normalize})")
+        if not isinstance(self.bypass, Bypass):
+            found.append(f"{type(self.bypass).__name__} takes tokens out of the sequence")
+        return found
+
     def forward(
         self,
         tokens: Tokens,
@@ -355,7 +372,8 @@ class RoutedLayer(nn.Module):
         if everyone:
             # A token that is not kept sees itself besides, so that no row of the map is empty.
             own = torch.eye(selection.num_tokens, dtype=torch.bool, device=queries.device)
-            return block.attend(replace(side, x=queries), context, visible=selection.mask().unsqueeze(1) | own)
+            kept = selection.mask()
+            return block.attend(replace(side, x=queries), context, visible=kept.unsqueeze(1) | own, stays=kept)
         return block.attend(side.take(selection, queries), context, side if self.all_keys else None)
 
     def _own_statistics(

@@ -17,8 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 from routing_lab.attention import AttentionStatistics, StatisticsRequest
 from routing_lab.routing.base import Block, LayerTrace, Reduction, RunState, Trace
+from routing_lab.routing.cache import KVCache
 from routing_lab.routing.counted import CountedBlock
 from routing_lab.routing.features import Features, as_map, at_every_position
+from routing_lab.routing.generation import stream
 from routing_lab.routing.layer import (
     Execution,
     Maps,
@@ -221,6 +223,7 @@ class RoutedModel(nn.Module):
         *,
         valid: Tensor | None = None,
         segments: Tensor | None = None,
+        cache: KVCache | None = None,
         return_trace: bool = False,
         return_tokens: bool = False,
         progress: float = 1.0,
@@ -236,6 +239,7 @@ class RoutedModel(nn.Module):
             valid: [B, N] bool, False at padding, which may lie on either side of a text; None: there is none.
             segments: [B, N] int64, the document of each token, ascending: texts packed into one sequence do not see
                 each other; None: all tokens are of one.
+            cache: keys and values of the tokens that came before these, to which these are added, see `new_cache`.
             return_trace: return (output, `Trace`) instead of the output.
             return_tokens: return the `Tokens` behind the output as well, last: those that left the last layer, after
                 the backbone's final norm.
@@ -245,10 +249,14 @@ class RoutedModel(nn.Module):
             noise: source of the routing noise; None: the one that `step` and `sample_ids` say.
             informative: [B, P] bool, the patches that decide the class, where the data know; for `router=oracle`.
         """
-        plain = valid is None and segments is None
-        tokens, context = self.embed(inputs, None if plain else Layout(valid, segments))
+        plain = valid is None and segments is None and cache is None
+        tokens, context = self.embed(inputs, None if plain else Layout(valid, segments, cache))
         state = self.run_state(tokens, progress, step, sample_ids, noise, informative)
+        if cache is not None:
+            state = replace(state, cache=cache)
         tokens, trace = self.forward_tokens(tokens, context, state, traced=return_trace)
+        if cache is not None:
+            cache.advance(*inputs.shape[:2], valid, inputs.device)
         found = [self.head(tokens)]
         if return_trace:
             found.append(trace)
@@ -325,6 +333,32 @@ class RoutedModel(nn.Module):
         state = self.run_state(tokens, **run)
         left, _ = self.forward_from(Entering(0, tokens), context, state, traced=False, seen=seen, stop=stop)
         return [*(entering.tokens for entering in seen), left]
+    @property
+    def looks_ahead(self) -> list[str]:
+        """What lets later tokens have a say in evaluation, in words; empty: every token's output is known with it."""
+        if not self.adapter.causal:
+            return ["in this backbone every token sees every other"]
+        found: dict[str, None] = {}
+        for layer in self.layers.values() if self.is_active(training=False) else ():
+            assert isinstance(layer, RoutedLayer)
+            found |= dict.fromkeys(layer.looks_ahead)
+        return list(found)
+
+    def new_cache(self) -> KVCache:
+        """An empty cache for `forward`: a text is read in parts, each seeing those before, with the outputs of the whole.
+
+        Raises:
+            ValueError: the model is in training mode, or what becomes of a token depends on later ones.
+        """
+        if self.training:
+            raise ValueError("cache: the model is in training mode; call eval() first")
+        if reasons := self.looks_ahead:
+            raise ValueError(f"cache: {'; '.join(reasons)}: this model reads whole texts")
+        return KVCache(self.adapter.depth)
+
+    def generate(self, ids: Tensor, max_new_tokens: int, **options: Any) -> Tensor:
+        """[B, at most max_new_tokens] int64: tokens that follow ids [B, N]; options as for `generation.stream`."""
+        return torch.stack(list(stream(self, ids, max_new_tokens, **options)), dim=1)
 
     def embed(self, inputs: Tensor, layout: Layout | None = None) -> tuple[Tokens, Any]:
         """The tokens that enter the first layer, and the backbone's context for `forward_tokens`."""
@@ -400,6 +434,8 @@ class RoutedModel(nn.Module):
             block = adapter.block(index)
             if tokens.policy is not None:
                 block = block.weighing(tokens.policy)
+            if state.cache is not None:
+                block = block.caching(state.cache.layers[index])
             request = self.request if index in last_use else None
             projection = getattr(self, f"random_projection_{index}") if request and self.random_attention else None
             entered = tokens

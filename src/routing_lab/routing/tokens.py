@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from routing_lab.routing.cache import KVCache
 from routing_lab.routing.work import Count
 
 
@@ -58,16 +59,24 @@ class Layout:
     Args:
         valid: [B, N] bool, False at padding, on the left or on the right; None: all are tokens.
         segment: [B, N] int64, the document of each token, ascending; None: one for all.
+        cache: what was read before, and is to be added to; None: nothing.
     """
 
     valid: Tensor | None = None
     segment: Tensor | None = None
+    cache: KVCache | None = None
 
-    def position(self) -> Tensor | None:
-        """[B, N] int64: how many tokens come before each, -1 at padding; None: token n stands at n."""
-        if self.valid is None:
+    def position(self, like: Tensor) -> Tensor | None:
+        """[B, N] int64: how many tokens come before each of `like` [B, N], -1 at padding; None: token n stands at n."""
+        if self.valid is None and self.cache is None:
             return None
-        return (self.valid.cumsum(dim=1) - 1).masked_fill(~self.valid, -1)
+        if self.valid is None:
+            position = torch.arange(like.shape[1], device=like.device).expand(like.shape)
+        else:
+            position = self.valid.cumsum(dim=1) - 1
+        if self.cache is not None and self.cache.seen is not None:
+            position = position + self.cache.seen.unsqueeze(1)
+        return position if self.valid is None else position.masked_fill(~self.valid, -1)
 
 
 @dataclass
