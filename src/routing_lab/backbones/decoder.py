@@ -104,13 +104,13 @@ class LlamaBackbone(Backbone):
             raise ValueError("segments: a cache holds one document a sample")
         if model.rotary_emb.rope_type in ("dynamic", "longrope"):
             raise ValueError(
-                f"cache: {model.rotary_emb.rope_type} rotary angles change with the length of the text, also those of keys "
-                "that are cached; use yarn or linear"
+                f"cache: {model.rotary_emb.rope_type} rotary angles change with the length of the text, also those of "
+                "keys that are cached; use yarn or linear"
             )
         if any(_windowed(layer) for layer in model.layers) and reach > config.sliding_window:
             raise ValueError(
-                f"inputs: {reach} tokens are more than the sliding window of {config.sliding_window}; routing is defined "
-                "for attention to every earlier token"
+                f"inputs: {reach} tokens are more than the sliding window of {config.sliding_window}; routing is "
+                "defined for attention to every earlier token"
             )
         if cache.shared is None or cache.shared[0].shape[1] < reach:
             positions = torch.arange(max(2 * reach, 64), device=x.device).unsqueeze(0)

@@ -1,7 +1,7 @@
-"""Keys and values of the tokens that later ones will see: per layer, and only of those that the layer's semantics keep.
+"""Keys and values of the tokens that later ones will see: per layer, and only of those that its semantics keep.
 
-A dense layer keeps those of every token; a routed one those of the tokens it kept (`visibility=kept`) or of all. Rows of
-a sample lie side by side from the first, whatever padding the texts had; keys are rotated already, and positions say
+A dense layer keeps those of every token; a routed one those of the tokens it kept (`visibility=kept`) or of all. Rows
+of a sample lie side by side from the first, whatever padding the texts had; keys are rotated already, and positions say
 which of them a query may see.
 
 Shape legend: B batch, G key and value heads, N tokens of one call, S tokens that are kept so far, d head width.

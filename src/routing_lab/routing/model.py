@@ -345,7 +345,7 @@ class RoutedModel(nn.Module):
         return list(found)
 
     def new_cache(self) -> KVCache:
-        """An empty cache for `forward`: a text is read in parts, each seeing those before, with the outputs of the whole.
+        """An empty cache for `forward`: a text is read in parts, each seeing those before, as if read at once.
 
         Raises:
             ValueError: the model is in training mode, or what becomes of a token depends on later ones.
