@@ -31,7 +31,12 @@ DECODING = [
     "method=dtrnet placement.sublayer=mlp bypass=skip scaling=none losses=[]",
     "router=linear scaling=multiply capacity=controlled capacity.start=0.0 visibility=all",
 ]
-LOOKING_AHEAD = ["method=amod_lm", "method=mod", "method=mod_lm scaling.normalize=unit_mean", "method=hierarchical"]
+LOOKING_AHEAD = [
+    "method=amod_lm scaling=multiply",
+    "method=mod",
+    "method=mod_lm scaling.normalize=unit_mean",
+    "method=hierarchical",
+]
 
 
 @cache
