@@ -333,6 +333,7 @@ class RoutedModel(nn.Module):
         state = self.run_state(tokens, **run)
         left, _ = self.forward_from(Entering(0, tokens), context, state, traced=False, seen=seen, stop=stop)
         return [*(entering.tokens for entering in seen), left]
+
     @property
     def looks_ahead(self) -> list[str]:
         """What lets later tokens have a say in evaluation, in words; empty: every token's output is known with it."""
