@@ -6,7 +6,6 @@ The expected numbers (`data/flops.json`) were computed independently and equal t
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,14 +33,6 @@ from routing_lab.routing.model import RoutedModel
 REFERENCE: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "flops.json").read_text())
 BACKBONES = {"deit_t": "deit_tiny", "deit_s": "deit_small", "vit_b": "vit_base", "vit_l": "vit_large"}
 CLASSES = 1000
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def reference_cases() -> dict[tuple[str, ...], list[dict[str, Any]]]:
