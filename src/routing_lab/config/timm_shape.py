@@ -55,10 +55,14 @@ def timm_shape(name: str, **given: Any) -> dict[str, Any]:
             model = timm.create_model(architecture, pretrained=False, **given)
     except (TypeError, RuntimeError, AssertionError, ValueError) as error:
         raise ValueError(f"timm cannot build it: {one_line(str(error))}") from None
+    adapters = import_module("routing_lab.backbones")
     try:
-        backbone = import_module("routing_lab.backbones").adapt(model)
-    except ValueError as error:
-        raise ValueError(f"is not routed: {one_line(str(error).removeprefix('backbone = '))}") from None
+        backbone = adapters.adapt(model)
+    except ValueError:
+        kind = type(model).__name__
+        reason = adapters.REFUSED.get(("timm", kind))
+        needed = "a timm VisionTransformer, Eva or Beit is needed"
+        raise ValueError(f"is a {kind}; {f'it {reason}' if reason else needed}") from None
     image, patch = model.patch_embed.img_size, model.patch_embed.patch_size
     if image is None or image[0] != image[1] or patch[0] != patch[1]:
         raise ValueError("does not take square images in square patches")
