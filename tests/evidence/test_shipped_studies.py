@@ -18,6 +18,9 @@ from routing_lab.evidence.rules import parse_condition
 from routing_lab.evidence.study import check_arms, load_study
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+MANY = 20
+"""Arms of a study that are all composed here."""
+
 STUDIES = sorted(path for path in EXPERIMENTS.glob("*.yaml") if path.stem != "claims")
 
 
@@ -54,7 +57,13 @@ def test_study_composes_and_its_contrasts_are_what_they_say(path: Path, composer
             else []
         )
         configs = {}
-        for arm in study.arms:
+        # Of the many arms of a curve those that a contrast reads stand for all.
+        read = {
+            study.reference,
+            next(iter(study.arms)),
+            *(arm for named in study.contrasts.values() for arm in named.arms),
+        }
+        for arm in study.arms if len(study.arms) <= MANY else sorted(read):
             overrides = [*study.overrides(arm, scale), "seed=0", *stand_in]
             configs[arm] = check_overrides(composer, overrides).resolved
         check_arms(study, configs)

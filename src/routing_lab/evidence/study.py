@@ -538,7 +538,7 @@ def check_arms(study: Study, configs: Mapping[str, Mapping[str, Any]]) -> None:
 
     Args:
         study: the study.
-        configs: arm to resolved configuration, all of one scale and seed.
+        configs: arm to resolved configuration, all of one scale and seed; those that contrasts and factors read.
 
     Raises:
         StudyError: a contrast or a factor whose arms differ in other keys than the declared ones (the message names
@@ -552,7 +552,7 @@ def check_arms(study: Study, configs: Mapping[str, Mapping[str, Any]]) -> None:
             declared = Contrast(arms=[second, first], differ_in=[factor.differ_in])
             problems += contrast_problems(f"factor {name}", declared, configs)
             problems += _refused(compound(f"factor {name}", declared, configs), study)
-    for first, second in itertools.combinations(study.arms, 2):
+    for first, second in itertools.combinations([arm for arm in study.arms if arm in configs], 2):
         if not _differing(configs[first], configs[second]):
             problems.append(f"arms {first} and {second} are the same configuration")
     if problems:
