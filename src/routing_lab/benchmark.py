@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from routing_lab.config.load import Loaded
     from routing_lab.routing.model import RoutedModel
-    from routing_lab.timing import Comparison
+    from routing_lab.timing import TimedPair
 
 OUTPUTS = 1000
 """Classes of the head that is timed: those of ImageNet."""
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     sys.exit(0)
 
 
-def compare(model: nn.Module, routed: RoutedModel, example: Tensor, **settings: Any) -> Comparison:
+def compare(model: nn.Module, routed: RoutedModel, example: Tensor, **settings: Any) -> TimedPair:
     """Latency, memory and parts of a routed model beside the dense one: see `routing_lab.timing.compare`."""
     from routing_lab import timing
 
@@ -125,7 +125,7 @@ def checked(words: Sequence[str]) -> tuple[Setting, Loaded]:
     return setting, loaded
 
 
-def measure(setting: Setting, loaded: Loaded) -> Comparison:
+def measure(setting: Setting, loaded: Loaded) -> TimedPair:
     """Build the model of a cell and time it."""
     import torch
 
@@ -142,7 +142,7 @@ def measure(setting: Setting, loaded: Loaded) -> Comparison:
     )
 
 
-def record(setting: Setting, loaded: Loaded, comparison: Comparison) -> Path:
+def record(setting: Setting, loaded: Loaded, comparison: TimedPair) -> Path:
     """Write what was measured; the name joins it to the run of the same configuration."""
     settings = setting.model_dump(exclude={"out"})
     name = run_folder(loaded.config, loaded.resolved).name
@@ -158,7 +158,7 @@ def record(setting: Setting, loaded: Loaded, comparison: Comparison) -> Path:
     return write_json(folder / f"{name}-{own}.json", content)
 
 
-def table(name: str, comparison: Comparison) -> str:
+def table(name: str, comparison: TimedPair) -> str:
     """What was measured, for a terminal."""
     dense, routed, ratio = comparison.dense, comparison.routed, comparison.ratio
     what = "training step" if comparison.setting["train"] else "forward"

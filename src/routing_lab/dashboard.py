@@ -364,7 +364,7 @@ def _nested(key: str) -> str:
 
 
 def _check_places(options: argparse.Namespace) -> None:
-    from routing_lab.config.places import unwritable
+    from routing_lab.places import unwritable
 
     if options.runs is not None and not options.runs.is_dir():
         raise DashboardError(f"--runs = {options.runs}: not a folder")

@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _check_places(options: argparse.Namespace) -> None:
     """Refuse claims that are not there and a folder that cannot be written to, before anything is read."""
-    from routing_lab.config.places import unwritable
+    from routing_lab.places import unwritable
     from routing_lab.runs.records import RecordError
 
     if options.claims is not None and not options.claims.is_file():

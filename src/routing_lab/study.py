@@ -32,7 +32,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from routing_lab.config import Composer, Config, ConfigError, Loaded, check_overrides, identity, run_folder
-from routing_lab.config.places import unwritable
 from routing_lab.config.probing import probe_settings
 from routing_lab.config.problems import Problem, alternatives, lines_of
 from routing_lab.data.state import changed_inputs
@@ -41,6 +40,7 @@ from routing_lab.evidence.pilot import pilot_folder, pilot_key, pilot_lines, rea
 from routing_lab.evidence.power import power_lines
 from routing_lab.evidence.registration import Cell, Plan, append, find_plan, plan_path, read_plan, register
 from routing_lab.evidence.study import PILOT_SEEDS, Study, StudyError, check_arms, load_study
+from routing_lab.places import unwritable
 from routing_lab.runs.files import write_json
 from routing_lab.runs.findings import PREFIX
 from routing_lab.runs.folder import RunFolder, folders_by_run

@@ -53,7 +53,7 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class TimedPair:
     """A routed model beside the dense one.
 
     Args:
@@ -115,7 +115,7 @@ def compare(
     rounds: int = 11,
     train: bool = False,
     compiled: bool = False,
-) -> Comparison:
+) -> TimedPair:
     """Latency, memory and parts of `routed` beside `model`, on `example`, on the device where they are.
 
     Args:
@@ -151,7 +151,7 @@ def compare(
         model.train(modes[0])
         routed.train(modes[1])
     timing = {name: Timing.of(values) for name, values in seconds.items()}
-    return Comparison(
+    return TimedPair(
         timing["dense"],
         timing["routed"],
         Timing.of([one / other for one, other in zip(seconds["routed"], seconds["dense"], strict=True)]),

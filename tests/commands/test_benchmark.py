@@ -11,7 +11,7 @@ from tests.routing.tiny import images, llama, route, token_ids, vit
 
 from routing_lab import benchmark
 from routing_lab.config import load, run_folder
-from routing_lab.timing import CATEGORIES, TRUSTED, Comparison, Timing, forward_parts
+from routing_lab.timing import CATEGORIES, TRUSTED, TimedPair, Timing, forward_parts
 
 
 def test_a_comparison_says_what_was_measured() -> None:
@@ -49,9 +49,9 @@ def test_statistics_of_a_pass_of_their_own_are_statistics() -> None:
 
 
 def test_a_wide_spread_is_a_warning() -> None:
-    def comparison(ratios: list[float]) -> Comparison:
+    def comparison(ratios: list[float]) -> TimedPair:
         one = Timing.of([1.0, 1.0])
-        return Comparison(one, one, Timing.of(ratios), 0.5, 1.0, None, None)
+        return TimedPair(one, one, Timing.of(ratios), 0.5, 1.0, None, None)
 
     assert comparison([0.5, 0.5, 0.5]).warning is None
     wide = comparison([0.5, 0.5 * (1 + 4 * TRUSTED), 0.5])

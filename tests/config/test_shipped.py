@@ -28,6 +28,7 @@ SHAPES = {
     ("backbone", "timm"): ["backbone.timm_name=vit_tiny_patch16_224"],
     ("placement", "list"): ["placement.layers=[2,4]"],
     ("recipe", "dynamicvit"): ["init=dense"],
+    ("init", "run"): ["init.epochs=1"],
 }
 
 

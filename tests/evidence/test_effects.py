@@ -29,7 +29,7 @@ def test_main_effects_and_interaction_of_crossed_factors(tmp_path: Path) -> None
     case: dict[str, Any] = GOLDEN["factorial_2x2"]
     for arm, cell in CELLS.items():
         for seed, value in enumerate(case["y"][cell]):
-            write_run(tmp_path, {**ARMS[arm], "study": "confound.toy", "arm": arm}, seed, value)
+            write_run(tmp_path, {**ARMS[arm], "study": "confound.toy", "arm": arm}, seed, value / 100)
     seeds = list(range(len(case["y"]["linear_none"])))
     study = parse_study(content(seeds=seeds, decision__adjust="none", reference="linear_none"))
     effects = evaluate(study, read_records(tmp_path)).effects
@@ -42,8 +42,8 @@ def test_main_effects_and_interaction_of_crossed_factors(tmp_path: Path) -> None
     }
     for golden, name in names.items():
         expected, effect = case["expected"][golden], effects[name]
-        assert effect.estimate == pytest.approx(expected["mean"], rel=1e-9)
-        assert [effect.low, effect.high] == pytest.approx(expected["ci"], rel=1e-9)
+        assert 100 * effect.estimate == pytest.approx(expected["mean"], rel=1e-9)
+        assert [100 * effect.low, 100 * effect.high] == pytest.approx(expected["ci"], rel=1e-9)
 
 
 def test_pairing_is_worth_what_it_saves(tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ KEEPS_EVERYTHING: dict[str, list[str] | None] = {
     "percentile": ["capacity.fraction=1.0", "capacity.compare=ge"],
     "argmax": None,  # as many as the router likes
     "inverse_transform": None,  # as many as the points hit
+    "never": None,
 }
 """Capacity of a preset -> its setting that keeps everything."""
 
@@ -127,12 +128,14 @@ def test_runs_on_every_kind_of_vision_transformer(method: str, variant: str) -> 
 def test_is_the_dense_model_when_it_keeps_everything(method: str) -> None:
     choice = chosen(method)
     setting = KEEPS_EVERYTHING[choice.get("capacity", "topk")]
-    if setting is None or choice["scaling"] == "multiply":
+    if setting is None or choice["scaling"] == "multiply" or choice["router"] == "random":
         # The preset has no such setting; with the usual budget and output rule it keeps everything all the same.
         setting = ["capacity=topk", "capacity.fraction=1.0", "capacity.depth_schedule=constant", "scaling=none"]
         setting.append("scaling.target=update")
     if choice["bypass"] == "merge":
         setting = [*setting, "bypass.merged=0"]
+    if FILES[method].get("capacity", {}).get("evaluate") == "choice":
+        setting = [*setting, "capacity.evaluate=budget"]
     for variant in VARIANTS:
         if variant == "average" and reads_class_token(method):
             continue

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf, open_dict
-from tests.routing.test_registry import REGISTRIES
 from tests.routing.tiny import DEPTH, HEADS, WIDTH, images, vit
 
 from routing_lab.assembly import attach
-from routing_lab.axes import AXES
+from routing_lab.axes import AXES, MEMBERS
 from routing_lab.axes.bypasses import BYPASSES
 from routing_lab.axes.facts import SUBLAYERS
 from routing_lab.axes.routers import ROUTERS
@@ -26,6 +25,8 @@ from routing_lab.routing.model import RoutedModel
 
 Cell = dict[str, str]
 Pair = frozenset[tuple[str, str]]
+
+REGISTRIES = {axis: MEMBERS[axis] for axis in AXES}
 
 BACKBONE = [f"backbone.width={WIDTH}", f"backbone.depth={DEPTH}", f"backbone.heads={HEADS}"]
 NEEDED = {

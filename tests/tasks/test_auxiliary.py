@@ -103,7 +103,7 @@ def test_the_backbone_learns_slower_than_the_routers() -> None:
 
 def test_frozen_parts_are_constants_and_no_parameters_of_the_optimiser() -> None:
     model = build_model(load([*SMALL, "router=linear"]).config, 10)
-    freeze(model.backbone, ["cls_token", "patch_embed"])
+    freeze(model, ["cls_token", "patch_embed"])
     constant = {name for name, parameter in model.backbone.named_parameters() if not parameter.requires_grad}
     assert constant == {"cls_token", "patch_embed.proj.weight", "patch_embed.proj.bias"}
     for factor in (1.0, 0.1):
@@ -111,4 +111,4 @@ def test_frozen_parts_are_constants_and_no_parameters_of_the_optimiser() -> None
         counted = sum(len(group["params"]) for group in optimizer.param_groups)
         assert counted == sum(parameter.requires_grad for parameter in model.parameters())
     with pytest.raises(ValueError, match=r"train.frozen='patch': .*patch_embed"):
-        freeze(model.backbone, ["patch"])
+        freeze(model, ["patch"])

@@ -109,8 +109,9 @@ def test_runs_that_end_early_say_so(
     assert (len(fake[0].rows), fake[0].summary["status"], fake[0].exit_code) == (1, status, 1)
 
 
-def test_a_run_that_fails_before_it_trains_is_shown(run: Run, fake: list[FakeRun]) -> None:
-    run("wandb.mode=offline", "train.optimizer=adamm")
+def test_a_run_that_fails_before_it_trains_is_shown(run: Run, fake: list[FakeRun], tmp_path: Path) -> None:
+    (tmp_path / "weights.pt").write_text("no weights")
+    run("wandb.mode=offline", "init=checkpoint", f"init.path={tmp_path / 'weights.pt'}")
     assert [each.summary["status"] for each in fake] == ["failed"]
 
 

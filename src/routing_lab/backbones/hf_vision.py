@@ -171,7 +171,7 @@ class HFBlock(PreNormBlock):
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
-class ViTBlock(HFBlock):
+class HFViTBlock(HFBlock):
     """View of a layer of ViT or DeiT."""
 
     kinds = ((ViTLayer, DeiTLayer), (ViTAttention, DeiTAttention))
@@ -186,7 +186,7 @@ class ViTBackbone(HFVisionBackbone):
 
     accepts: ClassVar[type[nn.Module]] = ViTPreTrainedModel
     encoder_name = "vit"
-    view = ViTBlock
+    view = HFViTBlock
 
     @property
     def layers(self) -> Any:

@@ -27,6 +27,7 @@ from routing_lab.attention import AttentionStatistics, MapRows, StatisticsReques
 from routing_lab.backbones.block import Branch, called, unwrapped
 from routing_lab.backbones.timm_parts import TimmBackbone, TimmBlock, dropped, kind_of, patch_grid
 from routing_lab.routing.base import Block
+from routing_lab.routing.cache import LayerCache
 from routing_lab.routing.tokens import Positioned, Tokens
 
 
@@ -251,6 +252,9 @@ class Things(Block):
 
     def weighing(self, policy: Tensor) -> Things:
         return self._of(view.weighing(policy) for view in self.views)
+
+    def caching(self, cache: LayerCache) -> Things:
+        return self._of(view.caching(cache) for view in self.views)
 
     def hiding(self, mask: Tensor) -> Things:
         return self._of(view.hiding(mask) for view in self.views)

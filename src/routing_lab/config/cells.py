@@ -13,8 +13,8 @@ from omegaconf import DictConfig, OmegaConf
 from routing_lab.axes.base import UnknownTarget, locate
 from routing_lab.config.compose import COMPOSITION_ERRORS, Composer, expand, parse_one
 from routing_lab.config.load import check_overrides
-from routing_lab.config.places import unwritable
 from routing_lab.config.problems import ConfigError, Problem, one_line
+from routing_lab.places import unwritable
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ GROWTH = 1.125
 
 
 @dataclass(frozen=True)
-class Seen:
+class SeenKeys:
     """What the queries of one call may see.
 
     Args:
@@ -51,7 +51,7 @@ class LayerCache:
 
     def extend(
         self, key: Tensor, value: Tensor, position: Tensor, valid: Tensor | None = None, stays: Tensor | None = None
-    ) -> Seen:
+    ) -> SeenKeys:
         """Add tokens, and give what their queries may see: themselves and what was there.
 
         Args:
@@ -64,7 +64,7 @@ class LayerCache:
         self._write(key, value, position, valid if stays is None else (stays if valid is None else stays & valid))
         if stays is None:
             return self._seen()
-        own = Seen(key, value, position, valid)
+        own = SeenKeys(key, value, position, valid)
         return own if before is None else _joined(before, own)
 
     @property
@@ -87,7 +87,7 @@ class LayerCache:
 
     # --- private ---
 
-    def _seen(self) -> Seen:
+    def _seen(self) -> SeenKeys:
         assert self._key is not None
         assert self._value is not None
         assert self._position is not None
@@ -96,7 +96,7 @@ class LayerCache:
         valid = None
         if self._ragged:
             valid = torch.arange(number, device=self._counts.device) < self._counts.unsqueeze(1)
-        return Seen(self._key[:, :, :number], self._value[:, :, :number], self._position[:, :number], valid)
+        return SeenKeys(self._key[:, :, :number], self._value[:, :, :number], self._position[:, :number], valid)
 
     def _write(self, key: Tensor, value: Tensor, position: Tensor, written: Tensor | None) -> None:
         batch, number = position.shape
@@ -180,7 +180,7 @@ class KVCache:
         return sum(layer.allocated_bytes for layer in self.layers)
 
 
-def _joined(before: Seen, own: Seen) -> Seen:
+def _joined(before: SeenKeys, own: SeenKeys) -> SeenKeys:
     valid = None
     if before.valid is not None or own.valid is not None:
         sides = [
@@ -188,7 +188,7 @@ def _joined(before: Seen, own: Seen) -> Seen:
             for side in (before, own)
         ]
         valid = torch.cat(sides, dim=1)
-    return Seen(
+    return SeenKeys(
         torch.cat([before.key, own.key], dim=2),
         torch.cat([before.value, own.value], dim=2),
         torch.cat([before.position, own.position], dim=1),
