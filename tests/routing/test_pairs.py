@@ -126,7 +126,10 @@ def test_refusals_state_a_reason() -> None:
 
 def test_every_member_is_trained_somewhere() -> None:
     trained = {item for cell, outcome in cells() if isinstance(outcome, Config) for item in cell.items()}
-    assert trained == {(axis, name) for axis, registry in REGISTRIES.items() for name in registry}
+    everything = {(axis, name) for axis, registry in REGISTRIES.items() for name in registry}
+    assert everything - trained <= {
+        ("router", name) for name, router in ROUTERS.items() if router.facts.needs_informative
+    }
 
 
 def test_accepted_cells_train_one_step() -> None:

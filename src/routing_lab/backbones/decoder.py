@@ -116,7 +116,7 @@ class LlamaBackbone(Backbone):
             positions = torch.arange(max(2 * reach, 64), device=x.device).unsqueeze(0)
             cache.shared = model.rotary_emb(x, position_ids=positions)
         tokens = Tokens(x, position=layout.position(x[..., 0]), valid=layout.valid)
-        return tokens, DecoderContext(*cache.shared, None, None)
+        return tokens, DecoderContext(cache.shared[0], cache.shared[1], None, None)
 
     def block(self, layer: int) -> LlamaBlock:
         return LlamaBlock(self.module.model.layers[layer], self.width, f"layer {layer}")

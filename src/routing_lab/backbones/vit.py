@@ -90,9 +90,11 @@ class Differential(TimmBlock):
     def query_key_value(self, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self._split(self.projections(normed))
 
-    def attention(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    def attention(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool = False) -> Tensor:
         halves = zip(query.unflatten(1, (-1, 2)).unbind(2), key.unflatten(1, (-1, 2)).unbind(2), strict=True)
-        first, second = (attention(q, k, value, self.kernel, mask=mask, policy=self._policy) for q, k in halves)
+        first, second = (
+            attention(q, k, value, self.kernel, mask=mask, policy=self._policy, causal=causal) for q, k in halves
+        )
         return self._normed_heads(first - self.attn._compute_lambda().type_as(query) * second)
 
     def attention_with_statistics(
@@ -213,9 +215,15 @@ class Things(Block):
         return self.called(tokens.x, parts)
 
     def attend(
-        self, queries: Positioned, context: Any, keys: Positioned | None = None, *, visible: Tensor | None = None
+        self,
+        queries: Positioned,
+        context: Any,
+        keys: Positioned | None = None,
+        *,
+        visible: Tensor | None = None,
+        stays: Tensor | None = None,
     ) -> Tensor:
-        return _sum(view.attend(queries, context, keys, visible=visible) for view in self.views)
+        return _sum(view.attend(queries, context, keys, visible=visible, stays=stays) for view in self.views)
 
     def attend_with_statistics(
         self, tokens: Positioned, context: Any, request: StatisticsRequest, *, projection: Tensor | None = None

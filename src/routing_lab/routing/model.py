@@ -256,7 +256,7 @@ class RoutedModel(nn.Module):
             state = replace(state, cache=cache)
         tokens, trace = self.forward_tokens(tokens, context, state, traced=return_trace)
         if cache is not None:
-            cache.advance(*inputs.shape[:2], valid, inputs.device)
+            cache.advance(inputs.shape[0], inputs.shape[1], valid, inputs.device)
         found = [self.head(tokens)]
         if return_trace:
             found.append(trace)

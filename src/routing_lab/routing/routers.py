@@ -244,7 +244,8 @@ class ValueAttentionRouter(ClassAttentionRouter):
         patches = weight[:, inputs.tokens.num_prefix :]
         if inputs.tokens.valid is not None:
             patches = patches * inputs.tokens.valid[:, inputs.tokens.num_prefix :]
-        return weight / patches.sum(dim=1, keepdim=True).clamp_min(torch.finfo(weight.dtype).tiny)
+        total = patches.sum(dim=1, keepdim=True)
+        return weight / torch.where(total > 0, total, 1.0)  # where no patch is left, the weights are the scores
 
 
 class HaltingRouter(Router):
