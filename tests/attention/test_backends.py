@@ -18,7 +18,7 @@ from routing_lab.attention import AttentionMap, backend, choose
 from routing_lab.attention.backends import Backend, Chunked, Eager, fused_attention
 from routing_lab.attention.fused import Fused
 from routing_lab.attention.literal import Literal
-from routing_lab.attention.registry import HAS_TRITON
+from routing_lab.attention.registry import HAS_TRITON, SMALL
 
 SCALE, HEADS, QUERIES, KEYS = 0.35, 4, 23, 31
 
@@ -177,7 +177,9 @@ def test_algorithm_1_as_printed_is_another_score() -> None:
 def test_registry() -> None:
     query, key, _ = tensors(dtype=torch.float32)
     attention = AttentionMap(query, key, SCALE)
-    assert choose(attention).name == "fused"
+    assert choose(attention).name == "chunked"  # too small for a slab of its own for each sample
+    long = torch.zeros(1, 2, SMALL // 128, 4)
+    assert choose(AttentionMap(long, long, SCALE)).name == "fused"
     assert choose(attention, "literal").name == "literal"
     on_meta = AttentionMap(query.to("meta"), key.to("meta"), SCALE)
     assert choose(on_meta).name == "chunked"

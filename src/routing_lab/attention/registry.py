@@ -2,8 +2,8 @@
 
 | back end | holds | chosen for |
 |---|---|---|
-| `fused` | a slab of rows that stays in cache; one pass, in place | a CPU |
-| `chunked` | a slab of rows, for all samples and heads | every other device; traced, compiled and exported graphs |
+| `fused` | a slab of rows that stays in cache; one pass, in place | a CPU, unless the map is small |
+| `chunked` | a slab of rows, for all samples and heads | small maps; other devices; traced, compiled, exported graphs |
 | `triton` | O(N), nothing of the map | by name: a GPU with triton, see `make test-gpu` |
 | `eager` | the whole map | nothing: the reference |
 | `literal` | tiles | nothing: a counter-example |
@@ -22,6 +22,8 @@ from routing_lab.attention.literal import Literal
 from routing_lab.attention.maps import AttentionMap
 
 AUTO = "auto"
+SMALL = 2**15
+"""Elements of one sample's map up to which a slab for each sample would be calls more than work."""
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 """Whether triton is installed; it comes with torch on Linux."""
 
@@ -65,4 +67,12 @@ def _best(attention: AttentionMap) -> str:
         return "chunked"
     if mask is not None and mask.requires_grad:
         return "chunked"  # the only one beside the reference that passes a gradient on to what is added to the logits
-    return "fused" if attention.query.device.type == "cpu" else "chunked"
+    if attention.query.device.type != "cpu" or _size(attention) <= SMALL:
+        return "chunked"
+    return "fused"
+
+
+def _size(attention: AttentionMap) -> int:
+    """Elements of one sample's map."""
+    _, heads, queries, _ = attention.query.shape
+    return heads * queries * attention.key.shape[2]

@@ -36,7 +36,8 @@ class CostMeter:
         """Parameters and multiply-accumulates.
 
         `macs_nominal` is None where the budget depends on the scores. `macs_measured` leaves out `statistics_macs`:
-        what was computed besides to read statistics off the maps that attention makes anyway.
+        what was computed besides and the method does without (`Work.repeated`), for instance to read statistics off
+        maps that attention makes anyway.
         """
         shape, routed = self._shape, self._model.routed_layers
         counts = nominal_counts(self._config, routed, shape.depth, shape.tokens, shape.prefix)
