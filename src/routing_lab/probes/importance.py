@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from routing_lab.assembly import route
@@ -85,9 +84,7 @@ class Importance(Probe):
         own = patch_scores(trace, layers)
         arrays = {
             "layer": np.tile(np.array(layers), (len(examples.index), 1)),
-            "kept": np.stack(
-                [aligned(_kept(trace[layer].kept, trace[layer].origin), layer) for layer in layers], axis=1
-            ),
+            "kept": np.stack([aligned(trace[layer].mask(), layer) for layer in layers], axis=1),
             "score": own,
             "received": np.stack([aligned(*_received(model, entering, context, layer)) for layer in layers], axis=1),
             **_by_chance(own, examples.index.tolist()),
@@ -135,13 +132,6 @@ class Importance(Probe):
         ]
         rows = np.stack(found, axis=1)
         return np.array([row[np.isfinite(row)].mean() if np.isfinite(row).any() else np.nan for row in rows])
-
-
-def _kept(index: Tensor, like: Tensor) -> Tensor:
-    """[B, N] 1 at the tokens of a trace's padded indices [B, K], else 0."""
-    batch, tokens = like.shape
-    slot = torch.where(index < 0, tokens, index)
-    return like.new_zeros(batch, tokens + 1).scatter(1, slot, 1)[:, :tokens]
 
 
 def _received(model: RoutedModel, entering: list[Entering], context: object, layer: int) -> tuple[Tensor, int]:

@@ -151,8 +151,7 @@ def _measured(
     if deletes:
         changed = start.tokens.origins() >= 0
     else:
-        kept = Selection.from_mask(_kept(trace[layer].kept, mask.shape[1]))
-        changed = ~kept.mask() if operation == "force_keep" else kept.mask()
+        changed = ~trace[layer].mask() if operation == "force_keep" else trace[layer].mask()
         if start.tokens.valid is not None:
             changed &= start.tokens.valid
     sample, token = changed.nonzero(as_tuple=True)
@@ -182,13 +181,6 @@ def _measured(
             found[name][row_sample, row_token] = values
     empty = torch.full(mask.shape, float("nan") if deletes else 0.0, device=inputs.device)
     return {name: found.get(name, empty) for name in effects}
-
-
-def _kept(index: Tensor, tokens: int) -> Tensor:
-    """[B, N] bool from a trace's padded indices [B, K]."""
-    slot = torch.where(index < 0, tokens, index)
-    mask = torch.zeros(len(index), tokens + 1, dtype=torch.bool, device=index.device)
-    return mask.scatter(1, slot, torch.ones_like(slot, dtype=torch.bool))[:, :tokens]
 
 
 def _cross_entropy(output: Tensor, targets: Tensor) -> Tensor:

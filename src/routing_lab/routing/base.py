@@ -484,6 +484,12 @@ class LayerTrace:
         """
         return self.counts if self.remaining is None else self.remaining
 
+    def mask(self) -> Tensor:
+        """[B, N] bool: which of the tokens that entered the layer were kept."""
+        batch, tokens = self.origin.shape
+        mask = torch.zeros(batch, tokens + 1, dtype=torch.bool, device=self.kept.device)
+        return mask.scatter(1, self.kept.masked_fill(self.kept < 0, tokens), True)[:, :tokens]
+
 
 @dataclass
 class Trace:

@@ -105,7 +105,7 @@ def bce_auxiliary_loss(trace: Trace) -> Tensor:
     losses = []
     for layer in _routed(trace):
         odds = _log_odds(layer) if layer.predicted is None else layer.predicted
-        target = _kept_mask(layer).to(odds.dtype)
+        target = layer.mask().to(odds.dtype)
         losses.append(_mean(F.binary_cross_entropy_with_logits(odds, target, reduction="none"), layer))
     return torch.stack(losses).mean()
 
@@ -189,7 +189,7 @@ def decision(layer: LayerTrace) -> Tensor:
     """
     if layer.relaxed is not None:
         return layer.relaxed
-    kept = _kept_mask(layer)
+    kept = layer.mask()
     if layer.logits is None:
         return kept.to(_scores(layer).dtype)
     probability = _log_odds(layer).sigmoid()
@@ -257,10 +257,3 @@ def _mean(values: Tensor, layer: LayerTrace) -> Tensor:
     if layer.valid is None:
         return values.mean()
     return (values * layer.valid).sum() / layer.valid.sum().clamp_min(1)
-
-
-def _kept_mask(layer: LayerTrace) -> Tensor:
-    """[B, N] bool, True at kept tokens."""
-    batch, tokens = layer.origin.shape
-    index = layer.kept.masked_fill(layer.kept < 0, tokens)
-    return torch.zeros(batch, tokens + 1, dtype=torch.bool, device=index.device).scatter(1, index, True)[:, :tokens]

@@ -20,13 +20,8 @@ def ran(trace: Trace) -> Tensor:
 
     A removed token is run no more. A token that stands for several, fused or merged, runs for all of them.
     """
-    rows = []
-    for layer, position in zip(trace.layers, positions(trace), strict=False):
-        batch, tokens = layer.origin.shape
-        mask = torch.zeros(batch, tokens + 1, dtype=torch.bool, device=position.device)
-        mask = mask.scatter(1, layer.kept.masked_fill(layer.kept < 0, tokens), True)
-        rows.append(at(mask[:, :tokens], position))
-    return torch.stack(rows)
+    layers = zip(trace.layers, positions(trace), strict=False)
+    return torch.stack([at(layer.mask(), position) for layer, position in layers])
 
 
 def positions(trace: Trace) -> list[Tensor]:
