@@ -12,9 +12,8 @@ from torch import nn
 from routing_lab.axes.base import locate
 from routing_lab.axes.facts import SUBLAYERS, BackboneFacts
 from routing_lab.backbones import adapt
-from routing_lab.backbones.build import build_llama, build_vit
 from routing_lab.config import Config, ConfigError, load
-from routing_lab.config.backbones import LlamaBackboneConfig, TimmBackboneConfig
+from routing_lab.config.backbones import BackboneConfig
 from routing_lab.config.refusals import backbone_allows
 from routing_lab.routing.base import LayerSpec
 from routing_lab.routing.layer import RoutedLayer
@@ -47,7 +46,7 @@ def build_model(config: Config, num_classes: int, pretrained: bool = False) -> R
     own, so that all arms of a seed share the backbone's weights. The global generator is left as it was.
 
     Args:
-        pretrained: load timm's pretrained weights, which must be in its cache.
+        pretrained: load published weights.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(stream_seed(config.seed, "initialisation"))
@@ -55,42 +54,18 @@ def build_model(config: Config, num_classes: int, pretrained: bool = False) -> R
     return attach(adapt(module), config)
 
 
-def build_backbone(
-    config: TimmBackboneConfig | LlamaBackboneConfig, num_classes: int, pretrained: bool = False
-) -> nn.Module:
+def build_backbone(config: BackboneConfig, num_classes: int, pretrained: bool = False) -> nn.Module:
     """The dense model of a backbone configuration, initialised from torch's global generator.
 
     Args:
         num_classes: outputs of the head; 0: no head. A decoder ignores it.
-        pretrained: load timm's pretrained weights.
+        pretrained: load published weights.
 
     Raises:
-        ValueError: see `build_vit`.
+        ValueError: see the builders in `routing_lab.backbones.build`.
     """
-    if isinstance(config, LlamaBackboneConfig):
-        return build_llama(**config.model_dump(exclude={"name", "kind"}))
-    return build_vit(
-        num_classes=num_classes,
-        timm_name=config.timm_name,
-        pretrained=pretrained,
-        patch_stride=config.patch_stride,
-        distilled=bool(config.distilled),
-        mlp=config.mlp,
-        img_size=config.image_size,
-        patch_size=config.patch_size,
-        in_chans=config.channels,
-        embed_dim=config.width,
-        depth=config.depth,
-        num_heads=config.heads,
-        mlp_ratio=config.mlp_ratio,
-        class_token=config.class_token,
-        reg_tokens=config.registers,
-        init_values=config.layer_scale,
-        qk_norm=config.qk_norm,
-        global_pool=config.pool,
-        drop_rate=config.dropout,
-        drop_path_rate=config.drop_path,
-    )
+    module: nn.Module = locate(config.builder)(num_classes=num_classes, pretrained=pretrained, **config.options)
+    return module
 
 
 def attach(backbone: Backbone, config: Config) -> RoutedModel:

@@ -58,11 +58,29 @@ def build_vit(
 
 
 def build_llama(
-    *, vocab_size: int, width: int, mlp_width: int, depth: int, heads: int, kv_heads: int, context: int
+    *,
+    num_classes: int = 0,
+    pretrained: bool = False,
+    vocab_size: int,
+    width: int,
+    mlp_width: int,
+    depth: int,
+    heads: int,
+    kv_heads: int,
+    context: int,
 ) -> nn.Module:
-    """A transformers LlamaForCausalLM, initialised from torch's global generator."""
+    """A transformers LlamaForCausalLM, initialised from torch's global generator.
+
+    Args:
+        num_classes: has no effect, the head has an output for every token of the vocabulary.
+
+    Raises:
+        ValueError: pretrained weights, of which there are none.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    if pretrained:
+        raise ValueError("init = pretrained: a decoder built from its fields has no pretrained weights")
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=vocab_size,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -13,12 +13,22 @@ from routing_lab.cost.macs import ModelShape
 
 
 class BackboneConfig(Strict):
-    """Keys that every backbone has."""
+    """Keys that every backbone has.
+
+    builder: path of the function that builds it, called with `num_classes`, `pretrained` and `options`.
+    """
+
+    builder: ClassVar[str]
 
     name: Name
     width: Positive
     depth: Positive
     heads: Positive
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments for the builder."""
+        return self.model_dump(exclude={"name", "kind"})
 
     @property
     def published(self) -> str | None:
@@ -38,6 +48,8 @@ class BackboneConfig(Strict):
 class TimmBackboneConfig(BackboneConfig):
     """A vision transformer of timm, built from the fields or, where `timm_name` is set, as the model of that name."""
 
+    builder: ClassVar[str] = "routing_lab.backbones.build.build_vit"
+
     kind: Literal["timm"]
     timm_name: str | None
     image_size: Positive
@@ -54,6 +66,29 @@ class TimmBackboneConfig(BackboneConfig):
     mlp: Literal["gelu", "swiglu"] | None
     dropout: float = Field(ge=0, lt=1)
     drop_path: float = Field(ge=0, lt=1)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {
+            "timm_name": self.timm_name,
+            "patch_stride": self.patch_stride,
+            "distilled": self.distilled,
+            "mlp": self.mlp,
+            "img_size": self.image_size,
+            "patch_size": self.patch_size,
+            "in_chans": self.channels,
+            "embed_dim": self.width,
+            "depth": self.depth,
+            "num_heads": self.heads,
+            "mlp_ratio": self.mlp_ratio,
+            "class_token": self.class_token,
+            "reg_tokens": self.registers,
+            "init_values": self.layer_scale,
+            "qk_norm": self.qk_norm,
+            "global_pool": self.pool,
+            "drop_rate": self.dropout,
+            "drop_path_rate": self.drop_path,
+        }
 
     @property
     def published(self) -> str | None:
@@ -107,6 +142,8 @@ class TimmBackboneConfig(BackboneConfig):
 
 class LlamaBackboneConfig(BackboneConfig):
     """A decoder of the Llama family."""
+
+    builder: ClassVar[str] = "routing_lab.backbones.build.build_llama"
 
     kind: Literal["llama"]
     vocab_size: Positive

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -102,12 +102,39 @@ class _Init(_Strict):
     """What a run starts from.
 
     is_random: they have learned nothing. is_published: a library knows them by the backbone's name. has_one_width: they
-    fit the backbone of the arm and none of another width.
+    fit the backbone of the arm and none of another width. is_dense: they are those of the arm's dense run. goes_on:
+    they are those of a run that this one goes on from.
     """
 
     is_random: ClassVar[bool] = False
     is_published: ClassVar[bool] = False
     has_one_width: ClassVar[bool] = False
+    is_dense: ClassVar[bool] = False
+    goes_on: ClassVar[bool] = False
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of the run that this one goes on from; None: there is none, or it is not named."""
+        return None
+
+    @property
+    def earlier_epochs(self) -> int | None:
+        """Epochs of the run of this very configuration, from scratch, that goes on; None: another start."""
+        return None
+
+    @property
+    def file_entry(self) -> str | None:
+        """The entry of `file` that is read; None: the usual ones."""
+        return None
+
+    @property
+    def solves_head(self) -> bool:
+        """Whether the head is then solved in closed form."""
+        return False
+
+    def of_dense_run(self, epochs: int) -> tuple[dict[str, Any], int]:
+        """The section `init` and the epochs of the dense run that belongs to an arm of so many epochs."""
+        return self.model_dump(mode="json"), epochs
 
     def file(self) -> tuple[str, str, Path] | None:
         """The file of weights that the configuration names: its key, the value there and the path; None without."""
@@ -152,11 +179,20 @@ class CheckpointInit(_Init):
     def file(self) -> tuple[str, str, Path] | None:
         return "init.path", self.path, Path(self.path).expanduser()
 
+    @property
+    def file_entry(self) -> str | None:
+        return self.entry
+
+    @property
+    def solves_head(self) -> bool:
+        return self.readout
+
 
 class DenseInit(_Init):
     """The weights of the dense run of the same backbone, data, recipe and seed, trained first if it is missing."""
 
     has_one_width: ClassVar[bool] = True
+    is_dense: ClassVar[bool] = True
 
     kind: Literal["dense"]
     epochs: int | None = Field(ge=0, description="epochs of that dense run; null = train.epochs")
@@ -164,6 +200,12 @@ class DenseInit(_Init):
         default=None, min_length=1, description="file that the dense run starts from; null = random weights"
     )
     readout: bool = Field(default=False, description="the dense run gets its head in closed form; needs init.path")
+
+    def of_dense_run(self, epochs: int) -> tuple[dict[str, Any], int]:
+        init = {"kind": "scratch"}
+        if self.path is not None:
+            init = {"kind": "checkpoint", "path": self.path, "entry": None, "readout": self.readout}
+        return init, epochs if self.epochs is None else self.epochs
 
     def refusals(self, epochs: int | None) -> Iterator[Refusal]:
         yield from super().refusals(epochs)
@@ -176,11 +218,21 @@ class DenseInit(_Init):
 class RunInit(_Init):
     """The weights of a finished run: one in a folder, or that of this configuration with another number of epochs."""
 
+    goes_on: ClassVar[bool] = True
+
     kind: Literal["run"]
     run: str | None = Field(min_length=1, description="folder of the run")
     epochs: int | None = Field(
         ge=0, description="epochs of the run of this configuration, from scratch, that goes on; instead of a folder"
     )
+
+    @property
+    def folder(self) -> Path | None:
+        return None if self.run is None else Path(self.run).expanduser()
+
+    @property
+    def earlier_epochs(self) -> int | None:
+        return self.epochs
 
     def refusals(self, epochs: int | None) -> Iterator[Refusal]:
         if (self.run is None) == (self.epochs is None):

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from routing_lab.axes.routers import ROUTERS
 from routing_lab.evidence.formatting import runs_of, value_text
 from routing_lab.runs.files import natural
 from routing_lab.runs.findings import PREFIX, read_findings
@@ -73,7 +74,8 @@ class Arm:
     @property
     def is_dense(self) -> bool:
         """Whether the arm routes nothing."""
-        return bool(self.config.get("router.name") == "dense")
+        router = ROUTERS.get(str(self.config.get("router.name")))
+        return router is not None and not router.facts.routes
 
     def missing(self, seeds: Sequence[int]) -> str:
         """What of `seeds` has no result, in words: `failed: seed 2; missing: seeds 4, 5`; empty when all have one."""

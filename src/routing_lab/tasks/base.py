@@ -164,6 +164,10 @@ class Task(pl.LightningModule):
         """
         return vision_shape(self.model.get_submodule("backbone"))
 
+    def inspect(self, data: Any) -> None:
+        """Take from the data module what it knows of its examples beyond what batches hold."""
+        self.masks = getattr(data, "masks", None)
+
     @property
     def evaluated(self) -> nn.Module:
         """The module that is validated, tested and kept: the moving average where there is one."""
@@ -242,6 +246,7 @@ class Task(pl.LightningModule):
         order = arrays["index"].argsort(stable=True)
         arrays = {name: values[order] for name, values in arrays.items()}
         totals = {name: value.item() for name, value in self.totals(arrays).items()}
+        self.measured |= {f"test/{name}": value for name, value in self.routing.metrics().items()}
         self.measured |= {f"test/{name}": value for name, value in self.metrics_of(totals).items()}
         self.predictions = self.stored({name: values.numpy() for name, values in arrays.items()})
 
@@ -388,6 +393,22 @@ class RoutingMeter:
         A router that knows nothing keeps about `kept_fraction` of them.
         """
         return self._ratio(4, 5)
+
+    def metrics(self) -> dict[str, float]:
+        """What counts as a metric of the split, by name."""
+        recall = self.informative_recall()
+        return {"informative_recall": sum(recall.values()) / len(recall)} if recall else {}
+
+    def section(self) -> dict[str, Any]:
+        """The record's section `routing`."""
+        recall = self.informative_recall()
+        return {
+            "routed_layers": self.layers,
+            "index_base": 0,
+            "kept_fraction": self.kept_fraction(),
+            "update_ratio": self.update_ratio(),
+            **({"informative_recall": recall} if recall else {}),
+        }
 
     def _ratio(self, above: int, below: int) -> dict[int, float]:
         if self._sums is None or self._sums.shape[1] <= max(above, below):

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from routing_lab.assembly import build_model
-from routing_lab.config.training import CheckpointInit, PretrainedInit, RunInit
 from routing_lab.data.state import file_state
 from routing_lab.runs.folder import RunFolder
 from routing_lab.runs.records import is_finished, read_record
-from routing_lab.training.weights import Fit, load_weights, read_weights
+from routing_lab.training.weights import load_weights, read_weights
 
 if TYPE_CHECKING:
     from routing_lab.config import Config
@@ -39,28 +37,26 @@ def initialise(
     Raises:
         ValueError: weights that are missing, unreadable or of another architecture.
     """
+    start = config.init
     warnings: list[str] = []
-    fit: Fit | None = None
-    source: str | None = None
-    file: Path | None = None
-    if isinstance(config.init, PretrainedInit):
-        source = getattr(config.backbone, "timm_name", None)
-        model: Any = _published(config, num_classes)
-    else:
-        model = build_model(config, num_classes)
-    if isinstance(config.init, CheckpointInit):
-        source, file = config.init.path, Path(config.init.path).expanduser()
-        state, warnings = read_weights(file, config.init.entry)
-        fit = load_weights(model, _layers_that_stay(state, config))
-        warnings = [*warnings, *fit.warnings, f"init.path={source}: {fit}"]
-    elif trained is not None:
+    model: Any = _published(config, num_classes) if start.is_published else build_model(config, num_classes)
+    source = config.backbone.published if start.is_published else None
+    named = start.file()
+    file = None
+    if trained is not None:
         source, file = trained.path.name, trained.final
-        fit = load_weights(model, _layers_that_stay(read_weights(file)[0], config))
-        warnings = fit.warnings
-    init: dict[str, Any] = {"kind": config.init.kind, "source": source, "hash": weights_hash(model.backbone)}
-    if file is not None and fit is not None:
-        init |= {"file": file_state(file), "tensors": fit.summary()}
-    if isinstance(config.init, RunInit):
+    elif named is not None:
+        _, source, file = named
+    found: dict[str, Any] = {}
+    if file is not None:
+        state, warnings = read_weights(file, start.file_entry)
+        fit = load_weights(model, _layers_that_stay(state, config))
+        warnings += fit.warnings
+        if trained is None:
+            warnings.append(f"init.path={source}: {fit}")
+        found = {"file": file_state(file), "tensors": fit.summary()}
+    init = {"kind": start.kind, "source": source, "hash": weights_hash(model.backbone), **found}
+    if start.goes_on:
         assert trained is not None
         init["ancestry"] = _ancestry(trained)
     return model, init, warnings
@@ -90,7 +86,7 @@ def weights_hash(module: nn.Module) -> str:
 
 
 def _published(config: Config, num_classes: int) -> nn.Module:
-    if getattr(config.backbone, "timm_name", None) is None:
+    if config.backbone.published is None:
         raise ValueError(
             f"init.kind=pretrained: no published weights belong to backbone={config.backbone.name}, which has no"
             " backbone.timm_name; choose one that has, or init=checkpoint init.path=<file>"

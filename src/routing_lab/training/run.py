@@ -24,7 +24,7 @@ from routing_lab.axes.base import locate
 from routing_lab.config import Config, Loaded, check, identity, load, run_folder, run_name
 from routing_lab.config.isoflop import full_size
 from routing_lab.config.problems import Problem
-from routing_lab.config.training import CheckpointInit, RunInit, TrainConfig
+from routing_lab.config.training import TrainConfig
 from routing_lab.data.state import WAYS_ON, changed_inputs, data_state
 from routing_lab.runs.folder import RunFolder
 from routing_lab.runs.records import FAILED, FINISHED, INTERRUPTED, is_finished, new_record
@@ -98,13 +98,8 @@ def dense_cell(config: Config, resolved: Mapping[str, Any]) -> Loaded:
     """
     defaults = load(["router=dense"]).resolved
     optional = {key: field.default for key, field in TrainConfig.model_fields.items() if not field.is_required()}
-    train = {**resolved["train"], "distill": "none", **optional}
-    init: Mapping[str, Any] = resolved["init"]
-    if config.init.kind == "dense":
-        train["epochs"] = config.train.epochs if config.init.epochs is None else config.init.epochs
-        init = {"kind": "scratch"}
-        if config.init.path is not None:
-            init = {"kind": "checkpoint", "path": config.init.path, "entry": None, "readout": config.init.readout}
+    init, epochs = config.init.of_dense_run(config.train.epochs)
+    train = {**resolved["train"], "distill": "none", **optional, "epochs": epochs}
     node = {
         **{key: value for key, value in full_size(resolved).items() if key != "hydra"},
         **{axis: defaults[axis] for axis in (*AXES, "losses")},
@@ -119,9 +114,10 @@ def dense_cell(config: Config, resolved: Mapping[str, Any]) -> Loaded:
 
 def shorter_cell(config: Config, resolved: Mapping[str, Any]) -> Loaded | None:
     """The run from scratch that goes on with `init=run init.epochs=...`; None where another run starts this one."""
-    if not isinstance(config.init, RunInit) or config.init.epochs is None:
+    epochs = config.init.earlier_epochs
+    if epochs is None:
         return None
-    train = {**resolved["train"], "epochs": config.init.epochs}
+    train = {**resolved["train"], "epochs": epochs}
     return check(OmegaConf.create({**resolved, "train": train, "init": {"kind": "scratch"}, "rerun": False}))
 
 
@@ -188,16 +184,17 @@ def _train_and_test(
     record["data"] = seen | ({} if files is None else {"files": files})
     dense: RunFolder | None = None
     from_dense_run = config.train.distils and config.train.distill_teacher == "dense"
-    if config.init.kind == "dense" or from_dense_run:
+    if config.init.is_dense or from_dense_run:
         dense = _trained(dense_cell(config, resolved), command, group)
-    trained = dense if config.init.kind == "dense" else None
-    if isinstance(config.init, RunInit):
-        shorter = shorter_cell(config, resolved)
-        trained = RunFolder(str(config.init.run)) if shorter is None else _trained(shorter, command, group)
+    trained = dense if config.init.is_dense else None
+    if config.init.folder is not None:
+        trained = RunFolder(config.init.folder)
+    elif (shorter := shorter_cell(config, resolved)) is not None:
+        trained = _trained(shorter, command, group)
     model, init, found = initialise(config, outputs, trained)
     if init["source"] is not None:
         _check_same("initial weights", record["init"].get("hash"), init["hash"])
-    if isinstance(config.init, CheckpointInit) and config.init.readout:
+    if config.init.solves_head:
         init["readout"] = solve_head(model, data, config.train.eval_batch_size)
     record["init"] = init
     record["warnings"] += found
@@ -211,7 +208,7 @@ def _train_and_test(
             teacher.load_state_dict(model.get_submodule("backbone").state_dict())
 
     task = task_class(model, config.train, config.seed, outputs, teacher, config.losses, **config.task.options)
-    task.masks = getattr(data, "masks", None)
+    task.inspect(data)
     keeper = _fit(task, data, folder, config, record, tracking)
     if config.train.selection == "best" and keeper.history:
         task.evaluated.load_state_dict(load_file(folder.best))
@@ -286,17 +283,9 @@ def _test(task: Task, data: Any, folder: RunFolder, config: Config, record: dict
         metrics |= task.measured
     trainer.test(task, dataloaders=data.test_dataloader(), verbose=False)
     folder.write_predictions(task.predictions)
-    record["routing"] = {
-        "routed_layers": task.routing.layers,
-        "index_base": 0,
-        "kept_fraction": task.routing.kept_fraction(),
-        "update_ratio": task.routing.update_ratio(),
-    }
-    if recall := task.routing.informative_recall():
-        record["routing"]["informative_recall"] = recall
-        metrics["test/informative_recall"] = sum(recall.values()) / len(recall)
+    record["routing"] = task.routing.section()
     record["cost"] = meter.section()
-    return metrics | {f"test/{name}": task.measured[f"test/{name}"] for name in task.quantities}
+    return metrics | {name: value for name, value in task.measured.items() if name.startswith("test/")}
 
 
 def _selected_metrics(keeper: Keeper, selection: str, quantities: Sequence[str]) -> dict[str, float]:
