@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from routing_lab.attention.maps import AttentionMap
 from routing_lab.attention.policy import policy_softmax
 from routing_lab.attention.statistics import (
     AttentionStatistics,
@@ -96,6 +97,11 @@ def attention_with_statistics(
         return one_pass(query, key, value, _scale(query, kernel), request, rows)
     output = attention(query, key, value, kernel, mask=mask, policy=policy)
     return output, map_statistics(query, key, value, kernel, request, rows, other_map=other_map)
+
+
+def attention_map(query: Tensor, key: Tensor, kernel: Kernel, mask: Tensor | None = None) -> AttentionMap:
+    """The map of `attention` without dropout and policy."""
+    return AttentionMap(query, key, _scale(query, kernel), mask)
 
 
 def in_one_pass(

@@ -26,11 +26,12 @@ from routing_lab.attention import (
     MapRows,
     StatisticsRequest,
     attention,
+    attention_map,
     attention_with_statistics,
     in_one_pass,
     map_statistics,
 )
-from routing_lab.routing.base import Block
+from routing_lab.routing.base import Block, MapWatch
 from routing_lab.routing.cache import LayerCache
 from routing_lab.routing.tokens import Positioned
 
@@ -61,6 +62,7 @@ class PreNormBlock(Block):
         self._policy: Tensor | None = None
         self._shown: Tensor | None = None
         self._cache: LayerCache | None = None
+        self._watch: tuple[MapWatch, int] | None = None
 
     # --- what a family states: the six hooks, and the calls of whole modules ---
 
@@ -125,7 +127,7 @@ class PreNormBlock(Block):
         return ((self.heads + self.kv_heads) * self.head_dim, self.width)
 
     def dense(self, tokens: Positioned, context: Any) -> Tensor:
-        if self._policy is None and self._cache is None:
+        if self._policy is None and self._cache is None and self._watch is None:
             whole = self.whole_block(tokens, context)
             if whole is not None:
                 return whole
@@ -150,7 +152,7 @@ class PreNormBlock(Block):
             seen = partial(self._attend_cached, self._cache, queries, context, keys, visible, stays)
             return self.residual(self.called_attention(normed, seen), "attention")
         mask = _mask(queries, keys or queries, visible, self.causal)
-        if keys is None and self._policy is None:
+        if keys is None and self._policy is None and self._watch is None:
             whole = self.whole_attention(normed, queries, mask, context)
             if whole is not None:
                 return self.residual(whole, "attention")
@@ -160,6 +162,7 @@ class PreNormBlock(Block):
         def parts(normed: Tensor) -> Tensor:
             query, key, value = self._projected(normed, queries, keys, context)
             full = self._biased(mask, queries, keys or queries, context, query.dtype)
+            self._show(query, key, full, queries, keys or queries)
             return self._finish(self.attention(query, key, value, full), normed)
 
         return self.residual(self.called_attention(normed, parts), "attention")
@@ -175,6 +178,7 @@ class PreNormBlock(Block):
         def parts(normed: Tensor) -> Tensor:
             query, key, value = self._projected(normed, tokens, None, context)
             full = self._biased(mask, tokens, tokens, context, query.dtype)
+            self._show(query, key, full, tokens, tokens)
             other = self._random_map(normed, normed, projection, tokens, tokens, context)
             rows = self._rows(tokens, None, context)
             x, statistics = self.attention_with_statistics(query, key, value, full, request, rows, other)
@@ -228,6 +232,11 @@ class PreNormBlock(Block):
     def hiding(self, mask: Tensor) -> Self:
         twin = copy.copy(self)
         twin._shown = mask.unsqueeze(-1)
+        return twin
+
+    def watched(self, watch: MapWatch, part: int = 0) -> Self:
+        twin = copy.copy(self)
+        twin._watch = (watch, part)
         return twin
 
     # --- what a family overrides whose map is not one softmax ---
@@ -293,6 +302,12 @@ class PreNormBlock(Block):
         side = keys or queries
         query = self.placed(query, "query", queries, context)
         return query, self.placed(key, "key", side, context), value, side
+
+    def _show(self, query: Tensor, key: Tensor, mask: Tensor | None, queries: Positioned, keys: Positioned) -> None:
+        """Gives the map to whoever watches."""
+        if self._watch is not None:
+            watch, part = self._watch
+            watch(part, attention_map(query, key, self.kernel, mask), queries, keys)
 
     def _attend_cached(
         self,

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from routing_lab.attention import AttentionStatistics, MapRows, StatisticsRequest, attention
 from routing_lab.backbones.block import Branch, called, unwrapped
 from routing_lab.backbones.timm_parts import TimmBackbone, TimmBlock, dropped, kind_of, patch_grid
-from routing_lab.routing.base import Block
+from routing_lab.routing.base import Block, MapWatch
 from routing_lab.routing.cache import LayerCache
 from routing_lab.routing.tokens import Positioned, Tokens
 
@@ -267,6 +267,9 @@ class Things(Block):
     def hiding(self, mask: Tensor) -> Things:
         return self._of(view.hiding(mask) for view in self.views)
 
+    def watched(self, watch: MapWatch, part: int = 0) -> Things:
+        return self._of(view.watched(watch, part + number) for number, view in enumerate(self.views))
+
     def _of(self, views: Any) -> Things:
         twin = Things(self.module, self.views[0].width, "block", tuple(views))
         twin.recomputed = self.recomputed
@@ -287,8 +290,8 @@ class Thing(ViTBlock):
 
     @property
     def plain(self) -> bool:
-        """Whether nothing is weighed."""
-        return self._policy is None
+        """Whether nothing is weighed or watched."""
+        return self._policy is None and self._watch is None
 
     def norm(self, x: Tensor, branch: Branch) -> Tensor:
         return self._branch(branch).norm(x)

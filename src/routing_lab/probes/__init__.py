@@ -7,5 +7,14 @@ from routing_lab.probes.importance import Importance
 from routing_lab.probes.leave_one_out import leave_one_out
 from routing_lab.probes.runner import measure
 from routing_lab.probes.selection import CapacitySweep, SelectionBehaviour
+from routing_lab.probes.structure import AttentionStructure
 
-__all__ = ["CapacitySweep", "Importance", "MaskAgreement", "SelectionBehaviour", "leave_one_out", "measure"]
+__all__ = [
+    "AttentionStructure",
+    "CapacitySweep",
+    "Importance",
+    "MaskAgreement",
+    "SelectionBehaviour",
+    "leave_one_out",
+    "measure",
+]

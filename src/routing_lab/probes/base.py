@@ -12,16 +12,22 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
+from routing_lab.data.text.induction import IGNORED
 from routing_lab.probes.metrics import mean_interval
 from routing_lab.routing.base import Trace
 from routing_lab.routing.measures import at, positions, ran
-from routing_lab.routing.model import RoutedModel
+from routing_lab.routing.model import LayerWatch, RoutedModel
+from routing_lab.routing.tokens import Layout
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Arrays = Mapping[str, np.ndarray]
 """Name -> array whose first axis runs over the examples."""
@@ -33,15 +39,17 @@ class Examples:
 
     Args:
         inputs: [B, ...], what the model takes.
-        targets: [B] classes, or [B, N] token ids.
+        targets: [B] classes, or [B, N] token ids, -100 where none counts.
         index: [B] int64, numbers of the examples in their data set; routing noise belongs to them.
         masks: [B, P] bool, the patches that decide the class; None where the data set does not know.
+        segments: [B, N] int64, the document of each token of a text; None: one for all, or no text.
     """
 
     inputs: Tensor
     targets: Tensor
     index: Tensor
     masks: Tensor | None = None
+    segments: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -93,11 +101,28 @@ class Probe(ABC):
     def summarise(self, arrays: Arrays) -> list[Finding]:
         """The probe's numbers, from the rows of all examples."""
 
+    def figure(self, arrays: Arrays) -> Figure | None:
+        """A figure of them; None: there is none."""
+        return None
 
-def traced(model: RoutedModel, examples: Examples) -> tuple[Any, Trace]:
-    """The model's output and trace for a batch."""
-    output, trace = model(examples.inputs, return_trace=True, sample_ids=examples.index)
-    return output, trace
+
+def traced(model: RoutedModel, examples: Examples, watch: LayerWatch | None = None) -> tuple[Any, Trace]:
+    """The model's output and trace for a batch; watch: is shown every attention map."""
+    layout = None if examples.segments is None else Layout(segment=examples.segments)
+    tokens, context = model.embed(examples.inputs, layout)
+    state = model.run_state(tokens, sample_ids=examples.index, informative=examples.masks)
+    left, trace = model.forward_tokens(tokens, context, state, watch=watch)
+    return model.head(left), trace
+
+
+def losses_of(output: Tensor, examples: Examples) -> np.ndarray:
+    """[B] cross-entropy of each example in nats: of its class, or the mean over the tokens of a text that count."""
+    targets = examples.targets
+    if targets.dim() == 1:
+        return cross_entropy(output.float(), targets, reduction="none").cpu().numpy()
+    losses = cross_entropy(output.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="none")
+    counted = (targets != IGNORED).sum(dim=1)
+    return (losses.view(targets.shape).sum(dim=1) / counted.clamp_min(1)).cpu().numpy()
 
 
 def patches_of(trace: Trace) -> Tensor:

@@ -39,6 +39,14 @@ def gini(values: Array, axis: int = -1) -> Array:
     return np.divide(weighted, count * total, out=np.zeros_like(total), where=total > 0)
 
 
+def top_share(values: Array, part: float, axis: int = -1) -> Array:
+    """Share of the sum that the largest `part` of non-negative values has, at least one of them; NaN for none."""
+    ordered = -np.sort(-np.moveaxis(np.asarray(values, dtype=np.float64), axis, -1), axis=-1)
+    total = ordered.sum(axis=-1)
+    largest = ordered[..., : max(1, int(part * ordered.shape[-1]))].sum(axis=-1)
+    return np.divide(largest, total, out=np.full_like(total, np.nan), where=total > 0)
+
+
 # --- agreement of a choice with a mask ---
 
 

@@ -4,6 +4,7 @@ A probe writes into `<folder>/probes/` and never into the record:
 
     <name>.json   what was asked, and the findings with their intervals
     <name>.npz    the arrays behind them, a row an example
+    <name>.png    a figure of them, where the probe makes one
 """
 
 from __future__ import annotations
@@ -115,6 +116,10 @@ def run_probe(
         "findings": [asdict(finding) | {"key": finding.key} for finding in findings],
     }
     _write_arrays(folder / f"{name}.npz", {"index": torch.cat(batches).numpy(), **arrays})
+    figure = probe.figure(arrays)
+    if figure is not None:
+        with replacing(folder / f"{name}.png") as temporary:
+            figure.savefig(temporary, format="png", dpi=120)
     write_json(target, content)
     shutil.rmtree(parts)
     return content, True

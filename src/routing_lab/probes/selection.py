@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.functional import cross_entropy
 
-from routing_lab.probes.base import Arrays, Examples, Finding, Probe, kept_patches, patch_scores, traced
+from routing_lab.probes.base import Arrays, Examples, Finding, Probe, kept_patches, losses_of, patch_scores, traced
 from routing_lab.probes.metrics import jaccard, position_predictability, within
 from routing_lab.routing.model import RoutedModel
 
@@ -43,10 +42,9 @@ class SelectionBehaviour(Probe):
             "scores": patch_scores(trace, layers),
             "kept_in_training": kept_patches(training, layers),
         }
+        arrays["loss"] = losses_of(output, examples)
         if examples.targets.dim() == 1:
-            logits = output.float()
             arrays["target"] = examples.targets.cpu().numpy()
-            arrays["loss"] = cross_entropy(logits, examples.targets, reduction="none").cpu().numpy()
         return arrays
 
     def summarise(self, arrays: Arrays) -> list[Finding]:
@@ -70,10 +68,10 @@ class SelectionBehaviour(Probe):
         load = kept.sum(axis=(0, 2)).astype(np.float64)
         violation = float((load.max() - load.mean()) / max(load.mean(), 1e-12))
         findings.append(Finding("load_violation", violation, n=len(kept)))
-        if "loss" in arrays:
-            overall = fraction.mean(axis=1)
-            hard = arrays["loss"] > np.median(arrays["loss"])
-            findings += [Finding.mean("kept_of_easy", overall[~hard]), Finding.mean("kept_of_hard", overall[hard])]
+        overall = fraction.mean(axis=1)
+        hard = arrays["loss"] > np.median(arrays["loss"])
+        findings += [Finding.mean("kept_of_easy", overall[~hard]), Finding.mean("kept_of_hard", overall[hard])]
+        if "target" in arrays:
             for label in np.unique(arrays["target"]).tolist():
                 findings.append(Finding.mean(f"kept_of_class_{label}", overall[arrays["target"] == label]))
         return findings

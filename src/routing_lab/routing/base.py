@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from routing_lab.attention import AttentionStatistics, StatisticsRequest
+from routing_lab.attention import AttentionMap, AttentionStatistics, StatisticsRequest
 from routing_lab.axes.facts import (
     SUBLAYERS,
     BypassTraits,
@@ -30,6 +30,12 @@ from routing_lab.routing.cache import KVCache, LayerCache
 from routing_lab.routing.noise import NoiseSource
 from routing_lab.routing.tokens import Positioned, Selection, Tokens
 from routing_lab.routing.work import Work
+
+MapWatch = Callable[[int, AttentionMap, Positioned, Positioned], None]
+"""Is shown an attention map: the number of the attention among those of its block, the map, its queries and its keys.
+
+A differential attention shows both its maps, as twice the heads; what a policy weighs is shown without it.
+"""
 
 
 @dataclass(frozen=True)
@@ -377,6 +383,13 @@ class Block(ABC):
     @abstractmethod
     def hiding(self, mask: Tensor) -> Block:
         """This block with norm(x m) m as the input of either branch; mask m [B, N] bool, False at hidden tokens."""
+
+    @abstractmethod
+    def watched(self, watch: MapWatch, part: int = 0) -> Block:
+        """This block, which shows `watch` every map that it attends by, unless keys come from a cache.
+
+        part: the number of its first attention.
+        """
 
 
 class Bypass(nn.Module, ABC):

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from routing_lab.attention import AttentionStatistics, StatisticsRequest
-from routing_lab.routing.base import Block
+from routing_lab.routing.base import Block, MapWatch
 from routing_lab.routing.cache import LayerCache
 from routing_lab.routing.tokens import Positioned
 from routing_lab.routing.work import Count, Work
@@ -136,6 +136,11 @@ class CountedBlock(Block):
 
     def hiding(self, mask: Tensor) -> CountedBlock:
         return CountedBlock(self.block.hiding(mask), self.work, self.valid, self.key_valid, repeats=self.repeats)
+
+    def watched(self, watch: MapWatch, part: int = 0) -> CountedBlock:
+        twin = self.of(self.valid, self.key_valid)
+        twin.block = self.block.watched(watch, part)
+        return twin
 
     def _besides(self) -> Work:
         return self.work if self.repeats else self.work.repeat()

@@ -6,7 +6,7 @@ Shape legend: B batch, N tokens, D width.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from routing_lab.attention import AttentionStatistics, StatisticsRequest
+from routing_lab.attention import AttentionMap, AttentionStatistics, StatisticsRequest
 from routing_lab.routing.base import Block, LayerTrace, Reduction, RunState, Trace
 from routing_lab.routing.cache import KVCache
 from routing_lab.routing.counted import CountedBlock
@@ -31,11 +31,14 @@ from routing_lab.routing.layer import (
     follow_statistics,
 )
 from routing_lab.routing.noise import NoiseSource
-from routing_lab.routing.tokens import Layout, Selection, Tokens, samples_of
+from routing_lab.routing.tokens import Layout, Positioned, Selection, Tokens, samples_of
 from routing_lab.routing.work import Work
 
 Active = Literal["both", "train", "eval"]
 AttentionMode = Literal["fast", "exact"]
+
+LayerWatch = Callable[[int, int, AttentionMap, Positioned, Positioned], None]
+"""A `MapWatch` that is told the zero-based layer first."""
 
 AXIS_MODULES = ("router", "scaling", "capacity", "bypass", "corruption")
 
@@ -392,6 +395,7 @@ class RoutedModel(nn.Module):
         state: RunState,
         edits: Mapping[int, SelectionEdit] | None = None,
         traced: bool = True,
+        watch: LayerWatch | None = None,
     ) -> tuple[Tokens, Trace]:
         """All layers, from the tokens that enter the first to those that leave the last.
 
@@ -399,8 +403,9 @@ class RoutedModel(nn.Module):
             edits: for some routed layers a function that replaces the selection made there, (scores, selection) ->
                 selection; a probe's way to force a token in or out.
             traced: whether a trace is wanted; without, the one that is returned is empty.
+            watch: is shown every attention map.
         """
-        return self.forward_from(Entering(0, tokens), context, state, edits, traced)
+        return self.forward_from(Entering(0, tokens), context, state, edits, traced, watch=watch)
 
     def forward_from(
         self,
@@ -411,6 +416,7 @@ class RoutedModel(nn.Module):
         traced: bool = True,
         seen: list[Entering] | None = None,
         stop: int | None = None,
+        watch: LayerWatch | None = None,
     ) -> tuple[Tokens, Trace]:
         """`forward_tokens` from a layer on.
 
@@ -437,6 +443,8 @@ class RoutedModel(nn.Module):
                 block = block.weighing(tokens.policy)
             if state.cache is not None:
                 block = block.caching(state.cache.layers[index])
+            if watch is not None:
+                block = block.watched(partial(watch, index))
             request = self.request if index in last_use else None
             projection = getattr(self, f"random_projection_{index}") if request and self.random_attention else None
             entered = tokens
