@@ -32,6 +32,8 @@ LATER: Mapping[str, Any] = MappingProxyType(
         "init.entry": None,
         "init.path": None,
         "init.readout": False,
+        "task.eval_lengths": [],
+        "task.eval_rope": "plain",
         "task": {"name": "classification", "_target_": "routing_lab.tasks.classification.Classification"},
     }
 )

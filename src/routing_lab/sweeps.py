@@ -35,7 +35,7 @@ from routing_lab.data.state import changed_inputs
 from routing_lab.evidence import formatting
 from routing_lab.runs.files import write_json
 from routing_lab.runs.folder import RunFolder
-from routing_lab.runs.metrics import QUANTITIES, metric
+from routing_lab.runs.metrics import EFFICIENCIES, QUANTITIES, metric
 from routing_lab.runs.records import FAILED, FINISHED, INTERRUPTED, RecordError, is_finished, read_record
 
 OUTCOMES = "cells"
@@ -284,6 +284,9 @@ def _print_run(outcome: Mapping[str, Any]) -> None:
         if key in record["metrics"]:
             shown = metric(key)
             print(f"  {key:<10} {formatting.number(record['metrics'][key], shown.kind)} {shown.unit}".rstrip())
+    for key in EFFICIENCIES:
+        if (value := record["cost"].get(key.removeprefix("cost/"))) is not None:
+            print(f"  {metric(key).label}: {formatting.number(value, metric(key).kind)}")
     _print_notes([record])
     print(f"run folder: {folder}", flush=True)
 

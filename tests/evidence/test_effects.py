@@ -169,3 +169,16 @@ def test_a_factor_with_three_levels_compares_each_with_the_reference() -> None:
     assert study.weights["f: c - a"] == {"cx": 0.5, "cy": 0.5, "ax": -0.5, "ay": -0.5}
     assert study.weights["g: y - x"]["by"] == pytest.approx(1 / 3)
     assert study.weights["f x g (c - a, y - x)"] == {"cy": 1.0, "ay": -1.0, "cx": -1.0, "ax": 1.0}
+
+
+def test_accuracies_of_texts_are_judged_over_seeds_alone(tmp_path: Path) -> None:
+    """A language model keeps sums over a window, and no class of it."""
+    for seed in range(6):
+        for number, (arm, changes) in enumerate(ARMS.items()):
+            write_run(tmp_path, {**changes, "study": "confound.toy", "arm": arm}, seed, 0.3 + 0.01 * number)
+    for run in tmp_path.iterdir():
+        kept = {name: np.arange(4) for name in ("index", "tokens", "bytes", "correct")}
+        np.savez(run / "predictions.npz", **kept, loss=np.ones(4))  # type: ignore[arg-type]
+    result = evaluate(parse_study(content()), read_records(tmp_path))
+    assert all(effect.n == 6 and effect.bootstrap is None for effect in result.effects.values() if not effect.refusal)
+    assert "source at none" in result.effects

@@ -1,20 +1,30 @@
 from __future__ import annotations
 
+import copy
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import LlamaForCausalLM
 
 from routing_lab.assembly import build_model
-from routing_lab.config import load
+from routing_lab.backbones.decoder import stretched
+from routing_lab.config import ConfigError, load
+from routing_lab.config.backbones import Rope
+from routing_lab.cost.measure import WorkMeter, decoder_shape
 from routing_lab.data.layout import DataProblem
 from routing_lab.data.text.induction import IGNORED
 from routing_lab.data.text.windows import TextBatch
-from routing_lab.runs.metrics import QUANTITIES
+from routing_lab.evidence.sections import sweep_section
+from routing_lab.evidence.tables import Table
+from routing_lab.runs.metrics import QUANTITIES, is_declared, metric
+from routing_lab.runs.records import read_record
 from routing_lab.tasks.language import Language, token_losses
+from routing_lab.training.run import run_cell
 
 SMALL = ["task=language", "backbone.width=16", "backbone.depth=3", "backbone.heads=2", "backbone.kv_heads=1"]
 
@@ -108,3 +118,114 @@ def test_images_have_no_documents() -> None:
     model = build_model(load([]).config, 10)
     with pytest.raises(ValueError, match="an image has neither padding nor documents"):
         model(torch.zeros(1, 1, 8, 8), segments=torch.zeros(1, 16, dtype=torch.int64))
+
+
+SHORT = ["backbone.context=16", "data.epoch_windows=32", "data.eval_windows=8", "train.epochs=1", "train.batch_size=8"]
+QUIET = ["train.warmup_epochs=0", "tracking=none", "runtime.progress=none"]
+
+
+@pytest.fixture(scope="module")
+def tested_at_lengths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A run of a method that keeps what its first tokens and a threshold say, tested at three lengths."""
+    runs = f"paths.runs={tmp_path_factory.mktemp('runs')}"
+    method = ["method=random_lm", "capacity.threshold=1.0", "capacity.reserve=8", "placement=every"]
+    lengths = ["task.eval_lengths=[32,64]", "task.eval_rope=yarn"]
+    loaded = load([*SMALL, *SHORT, *QUIET, *method, *lengths, runs])
+    result = run_cell(loaded.config, loaded.resolved)
+    assert result["error"] is None
+    return result
+
+
+def test_a_run_says_what_attends_is_cached_and_costs_at_every_length(tested_at_lengths: dict[str, Any]) -> None:
+    record = read_record(tested_at_lengths["folder"])
+    metrics, cost = record["metrics"], record["cost"]
+    # The first 8 tokens attend and no other, in two of three layers: `every` leaves the first dense.
+    for suffix, length in (("", 16), ("@32", 32), ("@64", 64)):
+        assert cost[f"attended_fraction{suffix}"] == pytest.approx(8 / length)
+        assert cost[f"kv_fraction{suffix}"] == pytest.approx((1 + 2 * 8 / length) / 3)
+        assert cost[f"kv_bytes{suffix}"] == (length + 2 * 8) * 2 * 8 * 4
+        assert 0 < cost[f"macs_fraction{suffix}"] < 1
+        assert all(is_declared(f"test/{name}{suffix}") for name in Language.quantities)
+        assert metrics[f"test/ppl{suffix}"] == pytest.approx(math.exp(metrics[f"test/loss{suffix}"]))
+    assert cost["macs_fraction"] == pytest.approx(cost["macs_measured"] / cost["macs_dense"])
+    assert metrics["test/attended_drift"] == pytest.approx(8 / 64 - 8 / 16)
+    assert not metric("test/ppl@32").higher_is_better
+    assert metric("cost/kv_fraction@32").label == "KV bytes of dense at 32 tokens"
+
+
+def test_lengths_become_a_table_and_figures_of_the_report(tested_at_lengths: dict[str, Any]) -> None:
+    record = read_record(tested_at_lengths["folder"])
+    section = sweep_section("shakespeare", [record])
+    table = next(part for part in section.tables if isinstance(part, Table) and part.name == "lengths")
+    assert table.column("length") == [16, 32, 64]
+    assert table.column("attended_fraction") == [8 / 16, 8 / 32, 8 / 64]
+    assert table.column("mean") == [record["metrics"][f"test/ppl{suffix}"] for suffix in ("", "@32", "@64")]
+    assert {"lengths-quality", "lengths-attended"} <= {drawing.name for drawing in section.drawings}
+
+
+def test_the_whole_test_split_is_read_at_every_length() -> None:
+    config = load([*SMALL, *SHORT, "data.eval_windows=null"]).config
+    data = Language.build_data(config)
+    streams = [torch.cat([batch.targets.flatten() for batch in data.at_length(length)]) for length in (16, 24, 700)]
+    counted = [stream[stream != IGNORED].sort().values for stream in streams]
+    assert torch.equal(counted[0], counted[1])
+    assert torch.equal(counted[0], counted[2])
+    assert torch.equal(counted[0], torch.cat([b.targets[b.targets != IGNORED] for b in data.loader("test")]).sort()[0])
+
+
+@pytest.mark.parametrize("method", ["dtrnet", "dtrnet visibility=all", "mod_lm", "dllm", "random_lm", "dense"])
+def test_what_is_said_of_the_cache_is_what_generation_holds(method: str) -> None:
+    overrides = [*SMALL, *[word if "=" in word else f"method={word}" for word in method.split()]]
+    config = load(overrides).config
+    model = build_model(config, 256).eval()
+    task = Language(model, config.train, 0, 256, None, config.losses)
+    ids = torch.randint(0, 256, (3, 24), generator=torch.Generator().manual_seed(4))
+    cache = model.new_cache()
+    with torch.no_grad():
+        _, trace = model(ids, return_trace=True)
+        model(ids, cache=cache)
+    shape = decoder_shape(model.get_submodule("backbone").config, 24)
+    meter = WorkMeter(shape.depth)
+    meter.add(trace)
+    said = task.efficiency({"macs_measured": 1, "macs_dense": 1}, shape, meter.mean())
+    assert 3 * said["kv_bytes"] == cache.logical_bytes
+
+
+@pytest.mark.parametrize("rope", ["linear", "ntk", "yarn"])
+def test_stretched_angles_are_those_of_transformers_and_go_again(rope: Rope) -> None:
+    model: Any = build_model(load(["task=language", "method=dense"]).config, 256).backbone.eval()
+    ids = torch.randint(0, 256, (1, 300), generator=torch.Generator().manual_seed(5))
+    plain = model(ids).logits
+    with stretched(model, rope, 300 / 128):
+        found = model(ids).logits
+    assert torch.equal(model(ids).logits, plain)
+    config = copy.deepcopy(model.config)
+    # Of `dynamic` transformers takes the factor from the length.
+    kind = {"rope_type": "dynamic", "factor": 1.0} if rope == "ntk" else {"rope_type": rope, "factor": 300 / 128}
+    config.rope_parameters = {"rope_theta": 10000.0, "original_max_position_embeddings": 128, **kind}
+    own = LlamaForCausalLM(config).eval()
+    own.load_state_dict(model.state_dict())
+    torch.testing.assert_close(found, own(ids).logits)
+    assert not torch.allclose(found, plain)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["task.eval_lengths=[0,16]"], "task.eval_lengths.0 = 0"),
+        (["task.eval_rope=longer"], "task.eval_rope = longer: input should be 'plain', 'linear', 'ntk' or 'yarn'"),
+        (["+task.lengths=[16]"], "task.lengths"),
+    ],
+)
+def test_options_out_of_range_are_refused_with_their_key(words: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load([*SMALL, *words])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["data=induction"], "planted at one length"), ([], "the test split has 55758 tokens")],
+)
+def test_lengths_that_the_data_do_not_have_are_refused_before_training(words: list[str], said: str) -> None:
+    with pytest.raises(DataProblem, match=said):
+        Language.build_data(load([*SMALL, *words, "task.eval_lengths=[60000]"]).config)

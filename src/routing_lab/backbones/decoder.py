@@ -5,9 +5,11 @@ Shape legend: B batch, N tokens, H query heads, G key and value heads, d head wi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +25,9 @@ from routing_lab.backbones.block import Branch, PreNormBlock, additive, called, 
 from routing_lab.routing.cache import KVCache
 from routing_lab.routing.model import Backbone
 from routing_lab.routing.tokens import Layout, Positioned, Tokens
+
+if TYPE_CHECKING:
+    from routing_lab.config.backbones import Rope
 
 LAYERS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
 ATTENTIONS = (LlamaAttention, MistralAttention, Qwen2Attention, Qwen3Attention)
@@ -144,6 +149,40 @@ class Qwen3Backbone(LlamaBackbone):
     """A transformers Qwen3ForCausalLM, for sequences within its sliding window, if it has one."""
 
     accepts = Qwen3ForCausalLM
+
+
+@contextmanager
+def stretched(model: Any, rope: Rope, factor: float) -> Iterator[None]:
+    """Within it, rotary angles reach texts `factor` times as long as those that a decoder was trained on.
+
+    Args:
+        model: a decoder of `LlamaBackbone` and its kin.
+        rope: `plain`: they go on as they are. `linear`: positions are divided by the factor s (Chen et al. 2023).
+            `ntk`: the base is multiplied by s^(d / (d - 2)), which leaves the fastest rotation alone. `yarn`: between
+            the two, by wavelength, with a temperature (Peng et al. 2023), as transformers has it.
+        factor: at least 1, at which all are plain.
+    """
+    decoder = model.model
+    trained = decoder.rotary_emb
+    if rope == "plain" or factor == 1:
+        yield
+        return
+    config = copy.deepcopy(trained.config)
+    parameters: dict[str, Any] = dict(config.rope_parameters)
+    if parameters.get("rope_type", "default") != "default":
+        raise ValueError(f"eval_rope={rope}: the backbone's rotary angles are stretched already; use plain")
+    if rope == "ntk":
+        width = decoder.layers[0].self_attn.head_dim
+        parameters["rope_theta"] *= factor ** (width / (width - 2))
+    else:
+        trained_on = config.max_position_embeddings
+        parameters |= {"rope_type": rope, "factor": factor, "original_max_position_embeddings": trained_on}
+    config.rope_parameters = parameters
+    decoder.rotary_emb = type(trained)(config).to(trained.inv_freq.device)
+    try:
+        yield
+    finally:
+        decoder.rotary_emb = trained
 
 
 class LlamaBlock(PreNormBlock):

@@ -11,6 +11,9 @@ from routing_lab.axes.base import Name, Positive, Refusal, Strict
 from routing_lab.axes.facts import BackboneFacts
 from routing_lab.cost.macs import ModelShape
 
+Rope = Literal["plain", "linear", "ntk", "yarn"]
+"""How rotary angles reach positions beyond those of training; see `routing_lab.backbones.decoder.stretched`."""
+
 
 class BackboneConfig(Strict):
     """Keys that every backbone has.

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
 
+from pydantic import ValidationError
+
 from routing_lab.axes import AXES
 from routing_lab.axes.base import UnknownTarget
 from routing_lab.axes.bypasses import BypassConfig
@@ -266,8 +268,14 @@ def shipped_task(task: TaskConfig) -> TaskFacts | None:
 
 
 def task_exists(task: TaskConfig) -> Iterator[Problem]:
-    """A task from outside the package has a class that takes its options."""
-    if shipped_task(task) is not None and not task.options:
+    """A shipped task's options are in their ranges; one from outside the package has a class that takes its options."""
+    if (known := shipped_task(task)) is not None:
+        try:
+            known.options.model_validate(task.options)
+        except ValidationError as error:
+            for item in error.errors():
+                key = ".".join(str(part) for part in item["loc"])
+                yield Problem.of(f"task.{key}", item["input"], item["msg"][0].lower() + item["msg"][1:])
         return
     given = frozenset({"model", "train", "seed", "outputs", "teacher", "losses"})
     yield from takes_options("task", task.class_path, task.options, given)

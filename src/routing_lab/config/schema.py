@@ -18,7 +18,7 @@ from routing_lab.axes.placements import PlacementConfig
 from routing_lab.axes.routers import RouterConfig
 from routing_lab.axes.scalings import ScalingConfig
 from routing_lab.axes.visibilities import VisibilityConfig
-from routing_lab.config.backbones import LlamaBackboneConfig, TimmBackboneConfig
+from routing_lab.config.backbones import LlamaBackboneConfig, Rope, TimmBackboneConfig
 from routing_lab.config.training import (
     InitConfig,
     RuntimeConfig,
@@ -67,24 +67,40 @@ class TaskConfig(Member, Outside):
     """What is trained for: the class that owns data, head, loss and metrics, and the options that are given to it."""
 
 
+class TaskOptions(Strict):
+    """Options of a shipped task that has none."""
+
+
+class LanguageOptions(TaskOptions):
+    """Options of `task=language`."""
+
+    eval_lengths: list[Positive] = Field(default=[], description="lengths at which the test split is read once more")
+    eval_rope: Rope = Field(
+        default="plain", description="rotary angles of texts longer than those that the backbone was trained on"
+    )
+
+
 @dataclass(frozen=True)
 class TaskFacts:
     """Facts about a shipped task, which checks need before its class is imported.
 
     target: the class. reads: data of this modality. causal: its backbone is a language model. distils: it can learn
-    from a teacher.
+    from a teacher. options: types and ranges of its own keys.
     """
 
     target: str
     reads: Literal["images", "text"]
     causal: bool = False
     distils: bool = False
+    options: type[TaskOptions] = TaskOptions
 
 
 TASKS: Mapping[str, TaskFacts] = MappingProxyType(
     {
         "classification": TaskFacts("routing_lab.tasks.classification.Classification", reads="images", distils=True),
-        "language": TaskFacts("routing_lab.tasks.language.Language", reads="text", causal=True),
+        "language": TaskFacts(
+            "routing_lab.tasks.language.Language", reads="text", causal=True, options=LanguageOptions
+        ),
     }
 )
 """Shipped tasks by name."""

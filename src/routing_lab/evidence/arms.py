@@ -11,6 +11,7 @@ from routing_lab.axes.routers import ROUTERS
 from routing_lab.evidence.formatting import runs_of, value_text
 from routing_lab.runs.files import natural
 from routing_lab.runs.findings import PREFIX, read_findings
+from routing_lab.runs.metrics import at_length
 from routing_lab.runs.records import arm_key, compared_config, flatten, is_finished
 
 # Filled in from another key by the configuration, so they never say more than that key does.
@@ -48,6 +49,16 @@ class Arm:
         """Seed to value, over the finished seeds that have one. Keys of a record's cost carry the prefix `cost/`."""
         found = {seed: metric_of(record, metric) for seed, record in self.finished.items()}
         return {seed: value for seed, value in found.items() if not math.isnan(value)}
+
+    def lengths(self, metric: str) -> dict[int, str]:
+        """Lengths of text at which finished runs have a metric, that of training first and the others ascending, and
+        what its key ends in there; empty for runs that read no texts.
+        """
+        trained = {record["data"].get("context") for record in self.finished.values()}
+        found = {length: "" for length in trained if isinstance(length, int)}
+        keys = {key for record in self.finished.values() for key in record["metrics"]}
+        others = {length for key, length in map(at_length, keys) if key == metric and length is not None}
+        return found | {length: f"@{length}" for length in sorted(others)} if found else {}
 
     def mean(self, metric: str) -> float:
         """Mean over the finished seeds, NaN without any."""

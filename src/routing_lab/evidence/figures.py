@@ -277,6 +277,38 @@ def kept_fractions(arms: Sequence[Arm], caption: str, name: str = "kept") -> Dra
     return _drawing(figure, name, caption)
 
 
+def over_lengths(arms: Sequence[Arm], metric: str, key: str, caption: str, name: str) -> Drawing | None:
+    """A number of each arm over the lengths of text that it was tested at, with a 95 % t band over its seeds. None
+    where no arm has two lengths.
+
+    Args:
+        metric: that says which lengths there are, see `Arm.lengths`.
+        key: of the number that is drawn.
+    """
+    drawn = [arm for arm in arms if len(arm.lengths(metric)) > 1][:MAX_ARMS]
+    if not drawn:
+        return None
+    shown = formatting.metric(key)
+    figure, axes = _figure(3.4)
+    for n, arm in enumerate(drawn):
+        lengths = arm.lengths(metric)
+        found = [list(arm.values(key + suffix).values()) for suffix in lengths.values()]
+        points = [statistics.summarize(values, bounds=formatting.bounds(shown)) for values in found]
+        by_length = {length: point for length, point in zip(lengths, points, strict=True) if point.n}
+        x = sorted(by_length)
+        seen = [by_length[length] for length in x]
+        mean = shown.factor * np.array([point.mean for point in seen])
+        colour, style = _COLOURS[n], f"{_MARKERS[n]}{_LINES[n % len(_LINES)]}"
+        axes.plot(x, mean, style, color=colour, markersize=5, linewidth=1.2, label=_short(arm.label, 48))
+        low, high = (shown.factor * np.array([getattr(point, end) for point in seen]) for end in ("low", "high"))
+        axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+    axes.set_xticks(sorted({length for arm in drawn for length in arm.lengths(metric)}))
+    axes.set_xlabel("tokens of a text")
+    axes.set_ylabel(shown.heading)
+    _legend(figure, axes)
+    return _drawing(figure, name, caption)
+
+
 def has_values(arms: Iterable[Arm], key: str) -> bool:
     """Whether any finished record has the metric or cost."""
     return any(not math.isnan(metric_of(record, key)) for arm in arms for record in arm.finished.values())

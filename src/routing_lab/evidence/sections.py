@@ -26,7 +26,7 @@ from routing_lab.evidence.power import rule_powers
 from routing_lab.evidence.study import SAVING, Study
 from routing_lab.evidence.tables import Column, SweepTable, Table, pairwise_table, sweep_table
 from routing_lab.evidence.verdict import StudyResult, design_lines, effects_table, role
-from routing_lab.runs.metrics import HEADLINES, THROUGHPUTS
+from routing_lab.runs.metrics import EFFICIENCIES, HEADLINES, THROUGHPUTS
 from routing_lab.runs.records import member_name
 
 MAX_PAIRWISE = 12
@@ -109,6 +109,7 @@ def study_section(result: StudyResult) -> Section:
         parts.append(sweep_table(relabelled, metric=study.metric, reference=reference, level=study.decision.level))
         if 2 < len(arms) <= MAX_PAIRWISE:
             parts.append(pairwise_table(arms, study.metric, caption, study.decision.level))
+    parts += _over_lengths(arms, f"study {study.name}, scale: {result.scale}", study.decision.level)
     parts += _drawings(arms, study.metric, caption)
     return Section(
         slug(f"study-{study.key(result.scale)}"),
@@ -135,7 +136,7 @@ def sweep_section(data: str, records: Sequence[Mapping[str, Any]]) -> Section:
     if sum(wins.values()):
         reference = "against the reference arm, by interval"
         lines = (f"{wins['win']} wins, {wins['tie']} ties, {wins['loss']} losses {reference}",)
-    parts = [table, forest, *_drawings(table.members, metric, caption)]
+    parts = [table, forest, *_over_lengths(table.members, caption), *_drawings(table.members, metric, caption)]
     return Section(slug(f"runs-{data}"), f"Runs on {data}", lines, tuple(part for part in parts if part is not None))
 
 
@@ -395,6 +396,16 @@ def _measure(study: Study, effect: Effect) -> tuple[str, Measure]:
     if effect.name in study.neutrals:
         return "speed-ups", Measure("epochs of the second arm over those of the first", 1.0, 1.0)
     return "areas", Measure.of_difference(study.convergence.metric)
+
+
+def _over_lengths(arms: Sequence[Arm], caption: str, level: float = 0.95) -> list[Table | Drawing | None]:
+    """What runs that were tested at several lengths of text show there."""
+    quality, attended = tables.present_metric(arms), EFFICIENCIES[0]
+    drawn = [
+        figures.over_lengths(arms, quality, key, f"{formatting.metric(key).label} by length of text, {caption}", name)
+        for key, name in ((quality, "lengths-quality"), (attended, "lengths-attended"))
+    ]
+    return [tables.lengths_table(arms, caption, level), *drawn]
 
 
 def _drawings(arms: Sequence[Arm], metric: str, caption: str) -> list[Drawing | None]:

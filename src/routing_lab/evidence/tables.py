@@ -20,7 +20,7 @@ from routing_lab.evidence.arms import Arm, group_arms, metric_of
 from routing_lab.evidence.formatting import Kind
 from routing_lab.evidence.templates import template
 from routing_lab.runs.files import natural, write_text
-from routing_lab.runs.metrics import HEADLINES
+from routing_lab.runs.metrics import EFFICIENCIES, HEADLINES
 from routing_lab.runs.records import member_name, scale_label
 
 if TYPE_CHECKING:
@@ -230,6 +230,38 @@ def factor_table(arms: Sequence[Arm], metric: str, factors: Sequence[str], level
     )
     notes = ("one arm a row: no two configurations share a spread",)
     return Table("factors", f"{shown.label} by {', '.join(factors) or 'arm'}", columns, tuple(rows), notes)
+
+
+def lengths_table(arms: Sequence[Arm], caption: str, level: float = 0.95) -> Table | None:
+    """Quality, attended fraction, cached keys and cost of every arm at every length of text that it was tested at.
+
+    None where no run was tested at another length than that of its training.
+    """
+    from routing_lab.evidence.statistics import summarize
+
+    metric = present_metric(arms)
+    shown = formatting.metric(metric)
+    saved = [formatting.metric(key) for key in EFFICIENCIES]
+    rows = []
+    for arm in arms:
+        for length, suffix in arm.lengths(metric).items():
+            values = list(arm.values(metric + suffix).values())
+            summary = summarize(values, level, formatting.bounds(shown))
+            numbers = (summary.n, summary.mean, summary.sd, (summary.low, summary.high))
+            rows.append((arm.label, length, *numbers, *(arm.mean(column.key + suffix) for column in saved)))
+    if not any(len(arm.lengths(metric)) > 1 for arm in arms):
+        return None
+    columns = (
+        Column("arm", "arm"),
+        Column("length", "tokens", "count"),
+        Column("n", "n", "count"),
+        Column("mean", shown.heading, shown.kind),
+        Column("sd", "sd", shown.kind),
+        Column("interval", _level(level), "interval", shown.kind),
+        *(Column(column.key.removeprefix("cost/"), column.label, column.kind) for column in saved),
+    )
+    notes = ("an arm's first length is that of its training; attended: share of the tokens, mean over routed layers",)
+    return Table("lengths", f"By length of text: {caption}", columns, tuple(rows), notes, once=1)
 
 
 def compare(arm: Arm, reference: Arm, metric: str, level: float = 0.95) -> Comparison:
@@ -456,6 +488,7 @@ def _arms_table(
     from routing_lab.evidence.statistics import summarize
 
     validation = formatting.metric(shown.key.replace("test/", "val/", 1))
+    saved = [formatting.metric(key) for key in EFFICIENCIES if any(arm.values(key) for arm in arms)]
     rows = []
     for arm in arms:
         summary = summarize(list(arm.values(shown.key).values()), level, formatting.bounds(shown))
@@ -464,6 +497,7 @@ def _arms_table(
         row = [arm.label, summary.n, summary.mean, summary.sd, (summary.low, summary.high)]
         if validation.key != shown.key:
             row.append(arm.mean(validation.key))
+        row += [arm.mean(column.key) for column in saved]
         rows.append((*row, arm.mean("cost/macs_measured"), arm.mean_kept_fraction, scale, note))
     columns = [
         Column("arm", "arm"),
@@ -474,6 +508,7 @@ def _arms_table(
     ]
     if validation.key != shown.key:
         columns.append(Column("val_mean", validation.heading, validation.kind))
+    columns += [Column(column.key.removeprefix("cost/"), column.label, column.kind) for column in saved]
     columns += [
         Column("macs_measured", "MACs", "macs"),
         Column("kept_fraction", "kept", "fraction"),

@@ -1,7 +1,8 @@
 """What is measured, declared once: key, how it is shown, its unit and which direction is better.
 
 Choosing a checkpoint, tables, verdicts, dashboards and figures all ask here. A task names the quantities it measures; a
-record holds them per split, as `test/acc`.
+record holds them per split, as `test/acc`. What was measured on examples of another length carries it behind `@`, as
+`test/ppl@512` and `cost/attended_fraction@512`.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ QUANTITIES = _declared(
         Metric("ppl", "perplexity", "number", False),
         Metric("bits_per_byte", "bits per byte", "number", False),
         Metric("informative_recall", "informative patches kept", "percent", True, "%"),
+        Metric("attended_drift", "change of the attended fraction to the longest texts", "fraction", False),
     ]
 )
 """What tasks measure, by the name that follows the split."""
@@ -79,6 +81,10 @@ COSTS = _declared(
         Metric("cost/macs_nominal", "nominal MACs", "macs", False),
         Metric("cost/macs_dense", "dense MACs", "macs", False),
         Metric("cost/router_macs", "router MACs", "macs", False),
+        Metric("cost/attended_fraction", "attended", "fraction", False),
+        Metric("cost/kv_bytes", "KV cache", "count", False, "bytes"),
+        Metric("cost/kv_fraction", "KV bytes of dense", "fraction", False),
+        Metric("cost/macs_fraction", "MACs of dense", "fraction", False),
         Metric("cost/train_seconds", "train", "seconds", False, "s"),
         Metric("cost/train_images_per_second", "training throughput", "number", True, "images/s"),
         Metric("cost/train_tokens_per_second", "training throughput", "number", True, "tokens/s"),
@@ -86,13 +92,25 @@ COSTS = _declared(
 )
 """What every run costs, by its key in the record's section `cost`."""
 
+EFFICIENCIES = ("cost/attended_fraction", "cost/kv_fraction", "cost/macs_fraction")
+"""What routing saved, beside the metrics of a run that measures it: attending tokens of the routed layers, and bytes of
+keys and values and multiply-accumulates of the dense model.
+"""
+
 THROUGHPUTS = tuple(key for key in COSTS if key.endswith("_per_second"))
 
 
 def is_declared(key: str) -> bool:
     """Whether a record of a shipped task may hold this key."""
+    key, _ = at_length(key)
     split, _, name = key.partition("/")
     return key in COSTS or (split in SPLITS and name in QUANTITIES)
+
+
+def at_length(key: str) -> tuple[str, int | None]:
+    """A record's key without the length that it was measured at, and that length; None: the one of training."""
+    name, _, length = key.rpartition("@")
+    return (name, int(length)) if name and length.isdecimal() else (key, None)
 
 
 def metric(key: str) -> Metric:
@@ -100,7 +118,11 @@ def metric(key: str) -> Metric:
 
     A quantity that nobody declared is a plain number that is better when higher.
     """
-    split, _, name = key.partition("/")
+    bare, length = at_length(key)
+    split, _, name = bare.partition("/")
     if split in SPLITS and name in QUANTITIES:
         return replace(QUANTITIES[name], key=key, label=key)  # the key says the split too
-    return COSTS.get(key) or QUANTITIES.get(key) or Metric(key, key, "number", True)
+    found = COSTS.get(bare) or QUANTITIES.get(bare)
+    if found is None:
+        return Metric(key, key, "number", True)
+    return found if length is None else replace(found, key=key, label=f"{found.label} at {length} tokens")

@@ -8,7 +8,7 @@ examples that add up over batches and processes; `metrics_of` makes metrics of t
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -39,7 +39,11 @@ if TYPE_CHECKING:
     from routing_lab.axes.losses import LossConfig
     from routing_lab.config import Config
     from routing_lab.config.training import TrainConfig
-    from routing_lab.cost.macs import ModelShape
+    from routing_lab.cost.macs import LayerTokens, ModelShape
+
+
+Tested = Callable[[Any, "ModelShape"], tuple[dict[str, float], dict[str, float]]]
+"""(loader, shape of the model for one of its examples) -> metrics of a test pass by quantity, and its efficiency."""
 
 
 class Task(pl.LightningModule):
@@ -167,6 +171,25 @@ class Task(pl.LightningModule):
     def inspect(self, data: Any) -> None:
         """Take from the data module what it knows of its examples beyond what batches hold."""
         self.masks = getattr(data, "masks", None)
+
+    def efficiency(self, macs: Mapping[str, Any], shape: ModelShape, layers: Sequence[LayerTokens]) -> dict[str, float]:
+        """What routing saved in a test pass, for the record's section `cost`; nothing where the task does not say.
+
+        Args:
+            macs: that section so far.
+            shape: of the model, for one example.
+            layers: what each layer computed of it, in the mean.
+        """
+        return {}
+
+    def further_tests(
+        self, config: Config, data: Any, tested: Tested, saved: Mapping[str, float]
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """Metrics, and entries for the section `cost`, of passes over other examples than those of the test split.
+
+        saved: the efficiency there.
+        """
+        return {}, {}
 
     @property
     def evaluated(self) -> nn.Module:

@@ -6,22 +6,24 @@ Shape legend: B windows of a batch, N tokens of a window, V tokens of the vocabu
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from routing_lab.backbones.decoder import stretched
 from routing_lab.cost.measure import decoder_shape
 from routing_lab.data.layout import DataProblem
 from routing_lab.data.text.induction import IGNORED
 from routing_lab.data.text.module import build_text
-from routing_lab.tasks.base import Task
+from routing_lab.tasks.base import Task, Tested
 
 if TYPE_CHECKING:
     from routing_lab.config import Config
-    from routing_lab.cost.macs import ModelShape
+    from routing_lab.config.backbones import Rope
+    from routing_lab.cost.macs import LayerTokens, ModelShape
     from routing_lab.data.text.windows import TextBatch
 
 
@@ -39,6 +41,12 @@ class Language(Task):
     selects = "ppl"
     unit = "tokens"
 
+    def __init__(self, *args: Any, eval_lengths: Sequence[int] = (), eval_rope: Rope = "plain", **common: Any) -> None:
+        """Arguments as for `Task`, and the options of `config.schema.LanguageOptions`."""
+        super().__init__(*args, **common)
+        self.eval_lengths = tuple(eval_lengths)
+        self.eval_rope = eval_rope
+
     @classmethod
     def build_data(cls, config: Config) -> Any:
         data = build_text(config.data, config.train, config.seed)
@@ -49,6 +57,8 @@ class Language(Task):
                 getattr(config.data, "tokenizer", "byte"),
                 f"has {data.vocab_size} tokens, and backbone.vocab_size={known}; expected at least as many there",
             )
+        for length in config.task.options.get("eval_lengths", ()):
+            data.at_length(length)  # refused now, not after training
         return data
 
     @classmethod
@@ -111,6 +121,44 @@ class Language(Task):
 
     def cost_shape(self, data: Any) -> ModelShape:
         return decoder_shape(self.model.get_submodule("backbone").config, data.context)
+
+    def efficiency(self, macs: Mapping[str, Any], shape: ModelShape, layers: Sequence[LayerTokens]) -> dict[str, float]:
+        """Of a window, once it has been read.
+
+        `attended_fraction`: tokens that attend over all tokens, mean over the routed layers; 1 without any. `kv_bytes`:
+        keys and values that the next token will see, and `kv_fraction` of the dense model's. `macs_fraction`:
+        multiply-accumulates, of the dense model's.
+        """
+        routed: list[int] = list(self.routing.layers)
+        attended = [min(1.0, layers[layer].queries / shape.tokens) for layer in routed]
+        keys = sum(layer.keys for layer in layers)
+        element = next(self.model.parameters()).element_size()
+        return {
+            "attended_fraction": sum(attended) / len(attended) if attended else 1.0,
+            "kv_bytes": 2 * shape.kv_width * element * keys,
+            "kv_fraction": keys / (shape.depth * shape.tokens),
+            "macs_fraction": macs["macs_measured"] / macs["macs_dense"],
+        }
+
+    def further_tests(
+        self, config: Config, data: Any, tested: Tested, saved: Mapping[str, float]
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """The test split in windows of other lengths, under keys that end in `@<length>`.
+
+        `test/attended_drift` is the attended fraction at the longest of these less that at the training length.
+        """
+        metrics: dict[str, float] = {}
+        costs: dict[str, float] = {}
+        backbone: Any = self.model.get_submodule("backbone")
+        for length in self.eval_lengths:
+            with stretched(backbone, self.eval_rope, max(1.0, length / data.context)):
+                found, then = tested(data.at_length(length), decoder_shape(backbone.config, length))
+            metrics |= {f"test/{name}@{length}": value for name, value in found.items()}
+            costs |= {f"{name}@{length}": value for name, value in then.items()}
+        if self.eval_lengths:
+            longest = f"attended_fraction@{max(self.eval_lengths)}"
+            metrics["test/attended_drift"] = costs[longest] - saved["attended_fraction"]
+        return metrics, costs
 
 
 LARGEST_EXPONENT = 700.0

@@ -11,7 +11,7 @@ import warnings as python_warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
@@ -48,6 +48,9 @@ from routing_lab.training.signals import Stopped, stoppable
 from routing_lab.training.surroundings import check_surroundings, launched_outside
 from routing_lab.training.tracking import Described, Tracking
 from routing_lab.training.weights import load_weights, read_weights
+
+if TYPE_CHECKING:
+    from routing_lab.cost.macs import ModelShape
 
 SHARED_WIDTH = 128
 """Backbones narrower than this run on one thread: their operations are too short to be shared out, and threads that
@@ -274,18 +277,28 @@ def _fit(
 
 
 def _test(task: Task, data: Any, folder: RunFolder, config: Config, record: dict[str, Any]) -> dict[str, float]:
-    """One pass over the test split: predictions, metrics, measured tokens and cost."""
-    meter = CostMeter(task.model, config, task.cost_shape(data))
-    trainer = _trainer(config, callbacks=[_CountTokens(meter)], enable_progress_bar=False, devices=1)
+    """One pass over the test split: predictions, metrics, measured tokens and cost; then what else the task tests."""
+
+    def tested(loader: Any, shape: ModelShape) -> tuple[dict[str, float], dict[str, Any], dict[str, float]]:
+        meter = CostMeter(task.model, config, shape)
+        trainer = _trainer(config, callbacks=[_CountTokens(meter)], enable_progress_bar=False, devices=1)
+        trainer.test(task, dataloaders=loader, verbose=False)
+        section = meter.section()
+        measured = {name: task.measured[f"test/{name}"] for name in task.quantities}
+        return measured, section, task.efficiency(section, shape, meter.work.mean())
+
     metrics: dict[str, float] = {}
     if config.train.epochs == 0:
+        trainer = _trainer(config, enable_progress_bar=False, devices=1)
         trainer.validate(task, dataloaders=data.val_dataloader(), verbose=False)
         metrics |= task.measured
-    trainer.test(task, dataloaders=data.test_dataloader(), verbose=False)
+    _, section, efficiency = tested(data.test_dataloader(), task.cost_shape(data))
     folder.write_predictions(task.predictions)
     record["routing"] = task.routing.section()
-    record["cost"] = meter.section()
-    return metrics | {name: value for name, value in task.measured.items() if name.startswith("test/")}
+    metrics |= {name: value for name, value in task.measured.items() if name.startswith("test/")}
+    further, costs = task.further_tests(config, data, lambda loader, shape: tested(loader, shape)[::2], efficiency)
+    record["cost"] = section | efficiency | costs
+    return metrics | further
 
 
 def _selected_metrics(keeper: Keeper, selection: str, quantities: Sequence[str]) -> dict[str, float]:

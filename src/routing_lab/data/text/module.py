@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from routing_lab.data.batches import Builder
+from routing_lab.data.batches import Builder, Loader
 from routing_lab.data.epochs import SeededData
 from routing_lab.data.layout import SPLITS, DataProblem, Split
 from routing_lab.data.text.corpus import read_corpus
@@ -55,6 +56,7 @@ class TextData(SeededData[TextBatch]):
         encoding: Encoding,
         content: str,
         masks: Tensor | None = None,
+        lengths: Callable[[int], Loader[TextBatch]] | None = None,
     ) -> None:
         super().__init__(split, build, train, seed, epoch_size=data.epoch_windows)
         self.encoding = encoding
@@ -62,10 +64,21 @@ class TextData(SeededData[TextBatch]):
         self.token_bytes = torch.from_numpy(encoding.lengths())
         self.context = data.context
         self.masks = masks
+        self._lengths = lengths
         digest = hashlib.sha256(json.dumps([content, encoding.fingerprint, data.context]).encode())
         for name in SPLITS:
             digest.update(split[name].numpy().astype("<i8").tobytes())
         self.fingerprint = digest.hexdigest()
+
+    def at_length(self, length: int) -> Loader[TextBatch]:
+        """The test split in windows of another length, as many tokens a batch and, to a window, of the same text.
+
+        Raises:
+            DataProblem: planted sequences have one length; no window of that length fits into the split.
+        """
+        if self._lengths is None:
+            raise DataProblem("task.eval_lengths", length, "these sequences are planted at one length: data.context")
+        return self._lengths(length)
 
 
 def _planted(data: Any, train: Any, seed: int) -> TextData:
@@ -101,7 +114,23 @@ def _windowed(data: Any, train: Any, seed: int) -> TextData:
         Windows(ordered, counts, data.context, separate, encoding.lengths(), moving=0, seed=seed),
         Windows(ordered, counts, data.context, separate, encoding.lengths()),
     )
-    return TextData(_split(counts, data.eval_windows), build, data, train, seed, encoding, content.hexdigest())
+    digest = content.hexdigest()
+
+    def at_length(length: int) -> Loader[TextBatch]:
+        test = streams["test"]
+        if len(test.tokens) <= length:
+            raise DataProblem(
+                "task.eval_lengths", length, f"the test split has {len(test.tokens)} tokens; expected fewer a window"
+            )
+        count = test.num_windows(length, moving=False)
+        most = None if data.eval_windows is None else max(1, data.eval_windows * data.context // length)
+        windows = Windows([test], [count], length, separate, encoding.lengths())
+        split: dict[Split, Tensor] = {**dict.fromkeys(SPLITS, torch.arange(0)), "test": _evaluated(count, most)}
+        batch = max(1, train.eval_batch_size * data.context // length)
+        fewer = train.model_copy(update={"eval_batch_size": batch})
+        return SeededData(split, (windows, windows), fewer, seed).test_dataloader()
+
+    return TextData(_split(counts, data.eval_windows), build, data, train, seed, encoding, digest, lengths=at_length)
 
 
 def _split(counts: list[int], eval_windows: int | None) -> dict[Split, Tensor]:
@@ -109,13 +138,16 @@ def _split(counts: list[int], eval_windows: int | None) -> dict[Split, Tensor]:
     split: dict[Split, Tensor] = {}
     start = 0
     for name, count in zip(SPLITS, counts, strict=True):
-        used = torch.arange(count)
-        if name != "train" and eval_windows is not None and eval_windows < count:
-            used = used * count // eval_windows
-            used = used[:eval_windows]
-        split[name] = start + used
+        split[name] = start + (torch.arange(count) if name == "train" else _evaluated(count, eval_windows))
         start += count
     return split
+
+
+def _evaluated(count: int, most: int | None) -> Tensor:
+    """Numbers of at most so many of `count` windows, at even distances."""
+    if most is None or most >= count:
+        return torch.arange(count)
+    return torch.arange(most) * count // most
 
 
 def _stream(documents: list[bytes], encoding: Encoding) -> Stream:
