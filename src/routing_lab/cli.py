@@ -14,6 +14,7 @@ COMMANDS = {
     "study": "run the missing cells of a study and compute its verdict",
     "benchmark": "time a routed model beside the dense one",
     "export": "a finished run's model as one ONNX file or torch program",
+    "generate": "text from a finished run or a decoder on disk, token by token",
     "probe": "measure finished runs: agreement, selection, capacity",
     "look": "a page that shows what every layer of some runs kept",
     "report": "tables, figures and verdicts from records",

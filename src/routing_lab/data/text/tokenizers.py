@@ -109,7 +109,9 @@ def build_encoding(data: Any, training: Sequence[bytes]) -> Encoding:
     """
     if data.tokenizer == "byte":
         return ByteEncoding()
-    encoding = _pretrained(data) if data.tokenizer == "pretrained" else _trained(data, training)
+    encoding = (
+        pretrained_encoding(data.tokenizer_folder) if data.tokenizer == "pretrained" else _trained(data, training)
+    )
     if encoding.size > data.vocab_size:
         raise DataProblem(
             "data.vocab_size",
@@ -117,6 +119,22 @@ def build_encoding(data: Any, training: Sequence[bytes]) -> Encoding:
             f"the encoding has {encoding.size} tokens; expected at least that number",
         )
     return encoding
+
+
+def pretrained_encoding(folder: str) -> Encoding:
+    """The encoding of a pretrained model, from a folder or by its name on the hub.
+
+    Raises:
+        DataProblem: there is no fast tokenizer.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        backend = tokenizer.backend_tokenizer
+    except Exception as error:
+        raise DataProblem("data.tokenizer_folder", folder, f"no fast tokenizer can be loaded ({error})") from error
+    return LibraryEncoding(backend, tokenizer.eos_token_id)
 
 
 def train_bpe(documents: Sequence[bytes], vocab_size: int) -> Any:
@@ -160,19 +178,6 @@ def _trained(data: Any, training: Sequence[bytes]) -> Encoding:
         temporary.write_text(tokenizer.to_str(), encoding="utf-8")
         os.replace(temporary, path)
     return LibraryEncoding(tokenizer, tokenizer.token_to_id(END))
-
-
-def _pretrained(data: Any) -> Encoding:
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(data.tokenizer_folder)
-        backend = tokenizer.backend_tokenizer
-    except Exception as error:
-        raise DataProblem(
-            "data.tokenizer_folder", data.tokenizer_folder, f"no fast tokenizer can be loaded ({error})"
-        ) from error
-    return LibraryEncoding(backend, tokenizer.eos_token_id)
 
 
 def _byte_characters() -> str:

@@ -1,0 +1,150 @@
+"""Text from a language model: `python -m routing_lab.generate RUN "First Citizen:" [temperature=0.8] [top_p=0.95]`.
+
+RUN is the folder of a finished run, or that of a decoder as transformers saves it, with its tokenizer, which further
+words route: `python -m routing_lab.generate smollm "Once upon a time" method=dtrnet`. Besides: max_new_tokens=200
+seed=0; temperature=0 takes the likeliest token. The text appears as it is made.
+
+Exit codes: 0 all tokens are there; 1 the model cannot generate, and why; 2 the words were refused.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from routing_lab.config import ConfigError
+from routing_lab.config.problems import Problem
+from routing_lab.runs.records import RecordError
+
+if TYPE_CHECKING:
+    from routing_lab.data.text.tokenizers import Encoding
+    from routing_lab.routing.model import RoutedModel
+
+
+class Setting(BaseModel):
+    """How tokens are drawn; see `routing_lab.routing.generation.stream`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    max_new_tokens: int = Field(default=200, ge=1)
+    temperature: float = Field(default=0.8, ge=0, allow_inf_nan=False)
+    top_p: float = Field(default=0.95, gt=0, le=1)
+    seed: int = Field(default=0, ge=0, lt=2**63)
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line; leaves through `sys.exit`."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or {"-h", "--help"} & set(words):
+        print(__doc__)
+        sys.exit(0 if words else 2)
+    try:
+        place, prompt, setting, overrides = checked(words)
+        model, encoding = opened(place, overrides)  # torch: only where something is generated
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    except (RecordError, ValueError) as error:
+        print(f"{words[0]}: {error}", file=sys.stderr)
+        sys.exit(1)
+    print(prompt, end="", flush=True)
+    try:
+        for piece in pieces(model, encoding, prompt, setting):
+            print(piece, end="", flush=True)
+    except ValueError as error:
+        print(f"\n{place}: {error}", file=sys.stderr)
+        sys.exit(1)
+    print()
+    sys.exit(0)
+
+
+def checked(words: Sequence[str]) -> tuple[Path, str, Setting, list[str]]:
+    """Folder, prompt, how tokens are drawn, and overrides; raises ConfigError with every problem."""
+    place, prompt, *rest = [*words, "", ""][: max(2, len(words))]
+    given = [word.partition("=")[::2] for word in rest]
+    own = {key: value for key, value in given if key in Setting.model_fields}
+    overrides = [word for word in rest if word.partition("=")[0] not in own]
+    problems = []
+    folder = Path(place).expanduser()
+    is_run = (folder / "run.json").is_file()
+    if not is_run and not (folder / "config.json").is_file():
+        problems.append(Problem("RUN", place, "is neither a run folder (run.json) nor that of a model (config.json)"))
+    if not prompt:
+        problems.append(Problem("text", None, 'a text to go on with is expected, as in generate RUN "First Citizen:"'))
+    problems += [Problem(word, None, "an override is expected, as in seed=1") for word in overrides if "=" not in word]
+    if is_run:
+        known = f"a run is routed already; known here: {', '.join(Setting.model_fields)}"
+        problems += [
+            Problem(word.partition("=")[0], word.partition("=")[2], known) for word in overrides if "=" in word
+        ]
+    setting = Setting()
+    try:
+        setting = Setting.model_validate(own)
+    except ValidationError as error:
+        for item in error.errors():
+            key = str(item["loc"][0])
+            problems.append(Problem(key, own[key], item["msg"][0].lower() + item["msg"][1:]))
+    if problems:
+        raise ConfigError(problems)
+    return folder, prompt, setting, overrides
+
+
+def opened(folder: Path, overrides: Sequence[str]) -> tuple[RoutedModel, Encoding]:
+    """A routed decoder in evaluation mode, and its encoding.
+
+    Raises:
+        ConfigError: a run that reads no text, or overrides that are refused.
+        RecordError, ValueError: see `open_run`; a model or tokenizer that cannot be loaded.
+    """
+    from routing_lab.assembly import route
+    from routing_lab.data.text.tokenizers import pretrained_encoding
+    from routing_lab.training.opening import open_run
+
+    if (folder / "run.json").is_file():
+        run = open_run(folder)
+        modality = run.config.data.modality
+        if modality != "text":
+            raise ConfigError([Problem("RUN", str(folder), f"reads {modality}; a run of task=language makes text")])
+        return run.model, run.data.encoding
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # whatever the library meets in a damaged folder
+        raise ValueError(f"transformers cannot load a decoder from it ({error})") from error
+    return route(model, overrides).eval(), pretrained_encoding(str(folder))
+
+
+def pieces(model: RoutedModel, encoding: Encoding, prompt: str, setting: Setting) -> Iterator[str]:
+    """What each new token adds to the text; characters of several tokens come with their last.
+
+    Raises:
+        ValueError: see `RoutedModel.new_cache`.
+    """
+    import torch
+
+    from routing_lab.routing.generation import stream
+
+    before = encoding.encode(prompt.encode()).tolist()
+    ids = torch.tensor([before], dtype=torch.int64, device=next(model.parameters()).device)
+    made: list[int] = []
+    shown = len(encoding.decode(before))
+    options = setting.model_dump(exclude={"max_new_tokens"})
+    for token in stream(model, ids, setting.max_new_tokens, end=encoding.end, **options):
+        made += token.tolist()
+        text = encoding.decode([*before, *made])
+        if not text.endswith(UNFINISHED) or len(made) == setting.max_new_tokens:
+            yield text[shown:]
+            shown = len(text)
+
+
+UNFINISHED = "\ufffd"
+"""What stands at the end of a text whose last character is not complete."""
+
+
+if __name__ == "__main__":
+    main()
