@@ -296,7 +296,7 @@ class ConstantRouterConfig(RouterConfig):
 class OracleRouterConfig(RouterConfig):
     """`router=oracle`."""
 
-    facts: ClassVar[RouterTraits] = RouterTraits(positive=True, needs_informative=True)
+    facts: ClassVar[RouterTraits] = RouterTraits(positive=True, needs_informative=True, sees_later=True)
 
     name: Name = "oracle"
     class_path: str = shipped("routing_lab.routing.routers.OracleRouter")

@@ -99,7 +99,7 @@ def members_fit_the_backbone(
 def truth_is_known(router: RouterConfig, data: DataConfig) -> Iterator[Problem]:
     """A router that is told which patches decide the class gets data that know."""
     if router.traits.needs_informative and not data.knows_informative:
-        message = f"is told which patches matter, and data={data.name} does not know; use data=planted"
+        message = f"is told which patches matter, and data={data.name} does not know; use data=planted or induction"
         yield Problem.of("router", router.name, message)
 
 

@@ -450,7 +450,7 @@ class RandomRouter(Router):
 
 
 class OracleRouter(Router):
-    """r_i = 1 + u_i where token i came from a patch that decides the class, u_i elsewhere: a bound, no method.
+    """r_i = 1 + u_i where token i is, or came from, one that decides the answer, u_i elsewhere: a bound, no method.
 
     It is told what no model can be told: a task in which it is no better than `random` cannot show that one router
     selects better tokens than another. The noise u_i in (0, 1) chooses the rest of the budget at random.

@@ -64,7 +64,7 @@ QUANTITIES = _declared(
         Metric("loss", "loss", "number", False),
         Metric("ppl", "perplexity", "number", False),
         Metric("bits_per_byte", "bits per byte", "number", False),
-        Metric("informative_recall", "informative patches kept", "percent", True, "%"),
+        Metric("informative_recall", "informative tokens kept", "percent", True, "%"),
         Metric("attended_drift", "change of the attended fraction to the longest texts", "fraction", False),
     ]
 )

@@ -83,6 +83,7 @@ class Language(Task):
             progress=self.progress,
             step=self.global_step,
             sample_ids=batch.indices,
+            **self.told(batch.indices),
             **asked,
         )
         logits, *trace = found if asked else (found,)
@@ -98,7 +99,8 @@ class Language(Task):
         return loss + added, totals, terms
 
     def examples(self, batch: TextBatch) -> tuple[dict[str, Tensor], Any]:
-        logits, trace = self.evaluated(batch.ids, segments=batch.segments, return_trace=True, sample_ids=batch.indices)
+        where = {"segments": batch.segments, "sample_ids": batch.indices, **self.told(batch.indices)}
+        logits, trace = self.evaluated(batch.ids, return_trace=True, **where)
         return _arrays(batch, token_losses(logits, batch.targets), logits), trace
 
     def totals(self, arrays: Mapping[str, Tensor]) -> dict[str, Tensor]:

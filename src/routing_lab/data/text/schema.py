@@ -87,6 +87,8 @@ class HubTextData(CarvedText):
 class InductionData(TextWindows):
     """Sequences with planted pairs: whoever sees a key again has to say the value that followed it."""
 
+    knows_informative: ClassVar[bool] = True
+
     name: Literal["induction"]
     vocab_size: Literal[256]
     num_keys: int = Field(ge=2, description="different keys")
