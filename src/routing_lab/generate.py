@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from routing_lab.routing.model import RoutedModel
 
 
-class Setting(BaseModel):
+class Sampling(BaseModel):
     """How tokens are drawn; see `routing_lab.routing.generation.stream`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         print(__doc__)
         sys.exit(0 if words else 2)
     try:
-        place, prompt, setting, overrides = checked(words)
+        place, prompt, sampling, overrides = checked(words)
         model, encoding = opened(place, overrides)  # torch: only where something is generated
     except ConfigError as error:
         print(error, file=sys.stderr)
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         sys.exit(1)
     print(prompt, end="", flush=True)
     try:
-        for piece in pieces(model, encoding, prompt, setting):
+        for piece in pieces(model, encoding, prompt, sampling):
             print(piece, end="", flush=True)
     except ValueError as error:
         print(f"\n{place}: {error}", file=sys.stderr)
@@ -62,11 +62,11 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     sys.exit(0)
 
 
-def checked(words: Sequence[str]) -> tuple[Path, str, Setting, list[str]]:
+def checked(words: Sequence[str]) -> tuple[Path, str, Sampling, list[str]]:
     """Folder, prompt, how tokens are drawn, and overrides; raises ConfigError with every problem."""
     place, prompt, *rest = [*words, "", ""][: max(2, len(words))]
     given = [word.partition("=")[::2] for word in rest]
-    own = {key: value for key, value in given if key in Setting.model_fields}
+    own = {key: value for key, value in given if key in Sampling.model_fields}
     overrides = [word for word in rest if word.partition("=")[0] not in own]
     problems = []
     folder = Path(place).expanduser()
@@ -77,20 +77,20 @@ def checked(words: Sequence[str]) -> tuple[Path, str, Setting, list[str]]:
         problems.append(Problem("text", None, 'a text to go on with is expected, as in generate RUN "First Citizen:"'))
     problems += [Problem(word, None, "an override is expected, as in seed=1") for word in overrides if "=" not in word]
     if is_run:
-        known = f"a run is routed already; known here: {', '.join(Setting.model_fields)}"
+        known = f"a run is routed already; known here: {', '.join(Sampling.model_fields)}"
         problems += [
             Problem(word.partition("=")[0], word.partition("=")[2], known) for word in overrides if "=" in word
         ]
-    setting = Setting()
+    sampling = Sampling()
     try:
-        setting = Setting.model_validate(own)
+        sampling = Sampling.model_validate(own)
     except ValidationError as error:
         for item in error.errors():
             key = str(item["loc"][0])
             problems.append(Problem(key, own[key], item["msg"][0].lower() + item["msg"][1:]))
     if problems:
         raise ConfigError(problems)
-    return folder, prompt, setting, overrides
+    return folder, prompt, sampling, overrides
 
 
 def opened(folder: Path, overrides: Sequence[str]) -> tuple[RoutedModel, Encoding]:
@@ -119,7 +119,7 @@ def opened(folder: Path, overrides: Sequence[str]) -> tuple[RoutedModel, Encodin
     return route(model, overrides).eval(), pretrained_encoding(str(folder))
 
 
-def pieces(model: RoutedModel, encoding: Encoding, prompt: str, setting: Setting) -> Iterator[str]:
+def pieces(model: RoutedModel, encoding: Encoding, prompt: str, sampling: Sampling) -> Iterator[str]:
     """What each new token adds to the text; characters of several tokens come with their last.
 
     Raises:
@@ -133,11 +133,11 @@ def pieces(model: RoutedModel, encoding: Encoding, prompt: str, setting: Setting
     ids = torch.tensor([before], dtype=torch.int64, device=next(model.parameters()).device)
     made: list[int] = []
     shown = len(encoding.decode(before))
-    options = setting.model_dump(exclude={"max_new_tokens"})
-    for token in stream(model, ids, setting.max_new_tokens, end=encoding.end, **options):
+    options = sampling.model_dump(exclude={"max_new_tokens"})
+    for token in stream(model, ids, sampling.max_new_tokens, end=encoding.end, **options):
         made += token.tolist()
         text = encoding.decode([*before, *made])
-        if not text.endswith(UNFINISHED) or len(made) == setting.max_new_tokens:
+        if not text.endswith(UNFINISHED) or len(made) == sampling.max_new_tokens:
             yield text[shown:]
             shown = len(text)
 
