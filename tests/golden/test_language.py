@@ -69,14 +69,7 @@ def check_mod_baseline(case: Case) -> None:
 def check_dllm(case: Case) -> None:
     """Routes, hidden states and the loss over layers of D-LLM, original and port."""
     options = case.options
-    hidden = options["router_hidden_dim"]
-    visibility = "all" if options["eviction"].startswith("NONE") else "kept"
-    weights = {
-        # The released router puts skipping first.
-        name: value.flip(0) if name.startswith("router.") and ".fc2." in name else value
-        for name, value in case.weights.items()
-    }
-    model = _routed(case, ["method=dllm", f"router.hidden={hidden}", f"visibility={visibility}"], weights)
+    model = _dllm(case)
     assert model.layers[str(options["routed_layers"][0])].capacity.reserve == options["reserve_initials"]
     ids, logits, trace, near = _run(case, model)
     for layer in options["routed_layers"]:
@@ -87,10 +80,24 @@ def check_dllm(case: Case) -> None:
     near(_language_loss(logits, ids), "lm_loss", "loss_abs")
 
 
+def check_dllm_decode(case: Case) -> None:
+    """Logits token by token, and 13 tokens behind a prompt of 20; keys and values that each layer holds."""
+    model = _dllm(case)
+    near, ids = _Near(case), _ids(case)
+    for prompt, name in ((1, "logits"), (20, "logits_prefill20_then_decode")):
+        cache = model.new_cache()
+        parts = [ids[:, :prompt], *ids[:, prompt:].split(1, dim=1)]
+        with torch.no_grad():
+            near(torch.cat([model(part, cache=cache) for part in parts], dim=1), name)
+        held = torch.stack([layer.counts for layer in cache.layers if layer.counts is not None])
+        assert torch.equal(held, torch.from_numpy(case.arrays["kv_tokens"]))
+
+
 FAMILIES: dict[str, Callable[[Case], None]] = {
     "dtrnet_mod_train": check_mod_baseline,
     "dtrnet_*": check_dtrnet,
     "dllm_eval_prefill": check_dllm,
+    "dllm_decode": check_dllm_decode,
     "dllm_port_*": check_dllm,
 }
 
@@ -134,7 +141,7 @@ class _Recorded(NoiseSource):
 def _run(case: Case, model: RoutedModel) -> tuple[Tensor, Tensor, Any, _Near]:
     """One forward, with what all families have in common: logits, hidden states and routes, dense ones besides."""
     near = _Near(case)
-    ids = torch.from_numpy(case.arrays["input"] if "input" in case.arrays else case.arrays["input_ids"])
+    ids = _ids(case)
     near(model.backbone(ids).logits, "logits_dense")
     noise = None
     if any(key.startswith("gumbel_") for key in case.arrays):
@@ -155,6 +162,10 @@ def _run(case: Case, model: RoutedModel) -> tuple[Tensor, Tensor, Any, _Near]:
     return ids, logits, trace, near
 
 
+def _ids(case: Case) -> Tensor:
+    return torch.from_numpy(case.arrays["input"] if "input" in case.arrays else case.arrays["input_ids"])
+
+
 def _gradients(case: Case, model: RoutedModel, loss: Tensor, near: _Near) -> None:
     model.zero_grad()
     loss.backward()
@@ -172,6 +183,17 @@ def _gradients(case: Case, model: RoutedModel, loss: Tensor, near: _Near) -> Non
         assert found is not None, name
         bound = relative * max(expected.abs().max().item(), 1e-6)
         torch.testing.assert_close(found, expected, rtol=0, atol=bound, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def _dllm(case: Case) -> RoutedModel:
+    hidden = case.options["router_hidden_dim"]
+    visibility = "all" if case.options["eviction"].startswith("NONE") else "kept"
+    weights = {
+        # The released router puts skipping first.
+        name: value.flip(0) if name.startswith("router.") and ".fc2." in name else value
+        for name, value in case.weights.items()
+    }
+    return _routed(case, ["method=dllm", f"router.hidden={hidden}", f"visibility={visibility}"], weights)
 
 
 def _routed(case: Case, overrides: list[str], weights: dict[str, Tensor]) -> RoutedModel:
