@@ -34,6 +34,7 @@ LATER: Mapping[str, Any] = MappingProxyType(
         "init.readout": False,
         "task.eval_lengths": [],
         "task.eval_rope": "plain",
+        "train.dynamics": 0,
         "task": {"name": "classification", "_target_": "routing_lab.tasks.classification.Classification"},
     }
 )

@@ -67,6 +67,7 @@ class TrainConfig(_Strict):
     backbone_freeze_epochs: int = Field(default=0, ge=0, description="epochs in which only the routers learn")
     frozen: list[str] = Field(default=[], description="parts of the backbone, or `routers`, that never learn")
 
+    dynamics: int = Field(default=0, ge=0, description="validation examples whose routing is followed over the epochs")
     selection: Literal["last", "best"] = Field(description="which weights are tested: the last, or the best by val/acc")
 
     @field_validator("betas")

@@ -26,7 +26,7 @@ from routing_lab.evidence.power import rule_powers
 from routing_lab.evidence.study import SAVING, Study
 from routing_lab.evidence.tables import Column, SweepTable, Table, pairwise_table, sweep_table
 from routing_lab.evidence.verdict import StudyResult, design_lines, effects_table, role
-from routing_lab.runs.metrics import EFFICIENCIES, HEADLINES, THROUGHPUTS
+from routing_lab.runs.metrics import DYNAMICS, EFFICIENCIES, HEADLINES, THROUGHPUTS
 from routing_lab.runs.records import member_name
 
 MAX_PAIRWISE = 12
@@ -418,6 +418,10 @@ def _drawings(arms: Sequence[Arm], metric: str, caption: str) -> list[Drawing | 
         if figures.has_values(arms, speed)
     ]
     drawn.append(figures.curves(arms, validation, f"Training curves of {validation}, {caption}"))
+    drawn += [
+        figures.curves(arms, key, f"Training dynamics: {declared.label}, {caption}", key.replace("/", "-"))
+        for key, declared in DYNAMICS.items()
+    ]
     drawn.append(figures.kept_fractions(arms, f"Tokens kept, measured on the test split, {caption}"))
     return drawn
 

@@ -104,7 +104,7 @@ def bce_auxiliary_loss(trace: Trace) -> Tensor:
     """
     losses = []
     for layer in _routed(trace):
-        odds = _log_odds(layer) if layer.predicted is None else layer.predicted
+        odds = log_odds(layer) if layer.predicted is None else layer.predicted
         target = layer.mask().to(odds.dtype)
         losses.append(_mean(F.binary_cross_entropy_with_logits(odds, target, reduction="none"), layer))
     return torch.stack(losses).mean()
@@ -192,7 +192,7 @@ def decision(layer: LayerTrace) -> Tensor:
     kept = layer.mask()
     if layer.logits is None:
         return kept.to(_scores(layer).dtype)
-    probability = _log_odds(layer).sigmoid()
+    probability = log_odds(layer).sigmoid()
     return kept.to(probability.dtype) + (probability - probability.detach())
 
 
@@ -241,7 +241,7 @@ def _logits(layer: LayerTrace) -> Tensor:
     return layer.logits
 
 
-def _log_odds(layer: LayerTrace) -> Tensor:
+def log_odds(layer: LayerTrace) -> Tensor:
     """[B, N] log odds of keeping."""
     logits = _logits(layer)
     return logits[..., 0] if logits.shape[-1] == 1 else logits[..., 0] - logits[..., 1]

@@ -97,6 +97,18 @@ EFFICIENCIES = ("cost/attended_fraction", "cost/kv_fraction", "cost/macs_fractio
 keys and values and multiply-accumulates of the dense model.
 """
 
+DYNAMICS = _declared(
+    [
+        Metric("dynamics/overlap", "overlap of kept patches with the epoch before", "fraction", True),
+        Metric("dynamics/spread", "spread of the scores", "number", True),
+        Metric("dynamics/entropy", "indecision of the scores", "fraction", False),
+        Metric("dynamics/dead", "patches that no layer keeps", "fraction", False),
+        Metric("dynamics/grad_norm", "gradient norm", "number", False),
+        Metric("dynamics/spikes", "loss spikes", "count", False),
+    ]
+)
+"""What the history of a run with `train.dynamics` holds besides, mean over the routed layers."""
+
 THROUGHPUTS = tuple(key for key in COSTS if key.endswith("_per_second"))
 
 
@@ -126,3 +138,5 @@ def metric(key: str) -> Metric:
     if found is None:
         return Metric(key, key, "number", True)
     return found if length is None else replace(found, key=key, label=f"{found.label} at {length} tokens")
+
+    return COSTS.get(key) or QUANTITIES.get(key) or DYNAMICS.get(key) or Metric(key, key, "number", True)

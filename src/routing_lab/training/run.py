@@ -41,6 +41,7 @@ from routing_lab.training.callbacks import (
     unlike,
 )
 from routing_lab.training.costs import CostMeter
+from routing_lab.training.dynamics import Dynamics
 from routing_lab.training.environment import command_line, environment, git_state, other_versions
 from routing_lab.training.initialisation import initialise
 from routing_lab.training.readout import solve_head
@@ -250,7 +251,11 @@ def _fit(
         return keeper
     trainer = _trainer(
         config,
-        callbacks=[keeper, tracking, *([Bar()] if shown == "bar" else [])],
+        callbacks=[
+            *([Dynamics(config.train.dynamics)] if config.train.dynamics else []),
+            *(keeper, tracking),
+            *([Bar()] if shown == "bar" else []),
+        ],
         enable_progress_bar=shown == "bar",
         enable_checkpointing=True,  # by the keeper; without it Lightning refuses any callback of that kind
         devices=config.runtime.devices,
