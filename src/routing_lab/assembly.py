@@ -64,7 +64,7 @@ def build_backbone(config: BackboneConfig, num_classes: int, pretrained: bool = 
     Raises:
         ValueError: see the builders in `routing_lab.backbones.build`.
     """
-    module: nn.Module = locate(config.builder)(num_classes=num_classes, pretrained=pretrained, **config.options)
+    module: nn.Module = locate(config.builder)(num_classes=num_classes, pretrained=pretrained, **config.arguments)
     return module
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 VOLATILE = (
     *("method", "study", "arm", "name", "rerun", "paths", "tracking", "wandb", "runtime", "hydra"),
-    *("data.root", "data.download", "data.memory"),
+    *("data.root", "data.download", "data.memory", "backbone.download"),
 )
 """Keys that say where, how fast or why a run is executed, not what is run."""
 

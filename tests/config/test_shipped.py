@@ -26,6 +26,7 @@ MEMBERS = [(group, member) for group, names in GROUPS.items() for member in name
 
 SHAPES = {
     ("backbone", "timm"): ["backbone.timm_name=vit_tiny_patch16_224"],
+    ("backbone", "hf"): ["backbone.model_type=vit"],
     ("placement", "list"): ["placement.layers=[2,4]"],
     ("recipe", "dynamicvit"): ["init=dense"],
     ("init", "run"): ["init.epochs=1"],

@@ -21,6 +21,7 @@ FAMILIES = {
     ("transformers", "Dinov2WithRegistersModel"): "hf_vision.Dinov2WithRegistersBackbone",
     ("transformers", "Dinov2WithRegistersForImageClassification"): "hf_vision.Dinov2WithRegistersBackbone",
     ("transformers", "DINOv3ViTModel"): "hf_vision.DINOv3Backbone",
+    ("routing_lab", "DINOv3ForImageClassification"): "hf_vision.DINOv3Backbone",
     ("transformers", "CLIPVisionModel"): "hf_vision.CLIPBackbone",
     ("transformers", "CLIPVisionModelWithProjection"): "hf_vision.CLIPBackbone",
     ("transformers", "CLIPForImageClassification"): "hf_vision.CLIPBackbone",

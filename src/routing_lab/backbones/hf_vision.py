@@ -74,14 +74,24 @@ class HFVisionBackbone(VisionBackbone):
     def prefix(self) -> tuple[str, ...]:
         return ("class",)
 
+    @property
+    def image_shape(self) -> tuple[tuple[int, int], tuple[int, int], int]:
+        """Height and width of the images that the model was built for, those of a patch, and the channels."""
+        config = self.encoder.config
+        return _pair(config.image_size), _pair(config.patch_size), config.num_channels
+
+    def example(self, batch: int) -> Tensor:
+        size, _, channels = self.image_shape
+        return torch.randn(batch, channels, *size)
+
     def grid(self, inputs: Tensor) -> tuple[int, int]:
-        patch = _pair(self.encoder.config.patch_size)
+        patch = self.image_shape[1]
         return inputs.shape[-2] // patch[0], inputs.shape[-1] // patch[1]
 
     def embed_images(self, images: Tensor) -> tuple[Tokens, Any]:
         encoder = self.encoder
         images = images.to(next(encoder.parameters()).dtype)
-        other_size = tuple(images.shape[-2:]) != _pair(encoder.config.image_size)
+        other_size = tuple(images.shape[-2:]) != self.image_shape[0]
         options = {"interpolate_pos_encoding": True} if self.resizes and other_size else {}
         return Tokens(encoder.embeddings(images, **options), num_prefix=len(self.prefix)), None
 
@@ -292,10 +302,10 @@ class DINOv3Block(Dinov2Block):
 
 
 class DINOv3Backbone(HFVisionBackbone):
-    """A transformers DINOv3ViTModel."""
+    """A transformers DINOv3ViTModel, with or without the classifier of `hf_build`."""
 
     accepts = DINOv3ViTPreTrainedModel
-    encoder_name = ""  # there is no class with a head
+    encoder_name = "dinov3_vit"
     view = DINOv3Block
     resizes = False  # rotary positions fit any size
 

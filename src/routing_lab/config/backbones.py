@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -18,10 +19,12 @@ Rope = Literal["plain", "linear", "ntk", "yarn"]
 class BackboneConfig(Strict):
     """Keys that every backbone has.
 
-    builder: path of the function that builds it, called with `num_classes`, `pretrained` and `options`.
+    builder: path of the function that builds it, called with `num_classes`, `pretrained` and `arguments`.
+    is_sized: it is built in any size, so that `isoflop` finds one.
     """
 
     builder: ClassVar[str]
+    is_sized: ClassVar[bool] = False
 
     name: Name
     width: Positive
@@ -29,7 +32,7 @@ class BackboneConfig(Strict):
     heads: Positive
 
     @property
-    def options(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, Any]:
         """Keyword arguments for the builder."""
         return self.model_dump(exclude={"name", "kind"})
 
@@ -37,6 +40,11 @@ class BackboneConfig(Strict):
     def published(self) -> str | None:
         """The name under which weights of it are published; None: there are none."""
         return None
+
+    @property
+    def no_weights(self) -> str | None:
+        """Why it cannot start from published weights; None: it can."""
+        return f"no weights of backbone={self.name} are published; use init=checkpoint"
 
     def facts(self) -> BackboneFacts:
         """What routing needs to know of this backbone."""
@@ -52,6 +60,7 @@ class TimmBackboneConfig(BackboneConfig):
     """A vision transformer of timm, built from the fields or, where `timm_name` is set, as the model of that name."""
 
     builder: ClassVar[str] = "routing_lab.backbones.build.build_vit"
+    is_sized: ClassVar[bool] = True
 
     kind: Literal["timm"]
     timm_name: str | None
@@ -71,7 +80,7 @@ class TimmBackboneConfig(BackboneConfig):
     drop_path: float = Field(ge=0, lt=1)
 
     @property
-    def options(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, Any]:
         return {
             "timm_name": self.timm_name,
             "patch_stride": self.patch_stride,
@@ -97,9 +106,12 @@ class TimmBackboneConfig(BackboneConfig):
     def published(self) -> str | None:
         return self.timm_name
 
+    @property
+    def no_weights(self) -> str | None:
+        return f"needs backbone.timm_name; backbone={self.name} has none" if self.timm_name is None else None
+
     def facts(self) -> BackboneFacts:
-        kinds = ["class"] * self.class_token + ["distillation"] * self.distilled + ["registers"] * self.registers
-        return BackboneFacts(self.depth, self.width, self.heads, tuple(kinds), len(kinds) + self.num_patches)
+        return _vision_facts(self, self.num_patches)
 
     @property
     def num_patches(self) -> int:
@@ -143,6 +155,58 @@ class TimmBackboneConfig(BackboneConfig):
                     yield f"backbone.{key}", None, "may be null only where backbone.timm_name is set"
 
 
+class HfBackboneConfig(BackboneConfig):
+    """A vision transformer of transformers with a classifier: of a folder, of a name of the hub, or built from options.
+
+    Every key of its shape repeats what `model_type` and `options` say.
+    """
+
+    builder: ClassVar[str] = "routing_lab.backbones.hf_build.build_hf"
+
+    kind: Literal["hf"]
+    folder: Annotated[str, Field(min_length=1)] | None
+    hf_name: Annotated[str, Field(min_length=1)] | None
+    download: bool
+    model_type: Annotated[str, Field(min_length=1)]
+    options: dict[str, Any]
+    image_size: Positive
+    patch_size: Positive
+    channels: Positive
+    class_token: bool
+    distilled: bool
+    registers: int = Field(ge=0)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        place = self.hf_name if self.folder is None else str(Path(self.folder).expanduser())
+        return {
+            "model_type": self.model_type,
+            "options": self.options,
+            "place": place,
+            "download": self.download,
+        }
+
+    @property
+    def published(self) -> str | None:
+        return self.hf_name if self.folder is None else self.folder
+
+    @property
+    def no_weights(self) -> str | None:
+        if self.published is None:
+            return "needs backbone.folder or backbone.hf_name, of which the weights are"
+        if self.folder is not None and not any(Path(self.folder).expanduser().glob("*model*.[sb]*")):
+            return f"backbone.folder={self.folder} holds no weights (such as model.safetensors); use init=scratch"
+        return None
+
+    def facts(self) -> BackboneFacts:
+        return _vision_facts(self, (self.image_size // self.patch_size) ** 2)
+
+    def refusals(self) -> Iterator[Refusal]:
+        yield from super().refusals()
+        if self.image_size % self.patch_size:
+            yield "backbone.image_size", self.image_size, f"must be a multiple of patch_size={self.patch_size}"
+
+
 class LlamaBackboneConfig(BackboneConfig):
     """A decoder of the Llama family."""
 
@@ -163,3 +227,9 @@ class LlamaBackboneConfig(BackboneConfig):
             yield "backbone.kv_heads", self.kv_heads, f"must divide backbone.heads={self.heads}"
         if self.width // self.heads % 2:
             yield "backbone.width", self.width, "must give every head an even width (rotary embedding)"
+
+
+def _vision_facts(backbone: TimmBackboneConfig | HfBackboneConfig, patches: int) -> BackboneFacts:
+    kinds = ["class"] * backbone.class_token + ["distillation"] * backbone.distilled
+    kinds += ["registers"] * backbone.registers
+    return BackboneFacts(backbone.depth, backbone.width, backbone.heads, tuple(kinds), len(kinds) + patches)

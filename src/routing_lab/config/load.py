@@ -22,7 +22,7 @@ from routing_lab.config.problems import ConfigError, Problem, accepted_by, alter
 from routing_lab.config.refusals import REFUSALS
 from routing_lab.config.remarks import REMARKS
 from routing_lab.config.schema import Config
-from routing_lab.config.timm_shape import complete_from_timm
+from routing_lab.config.shapes import complete_shape
 from routing_lab.data.schema import DATA_SETS
 from routing_lab.keys import LATER
 
@@ -105,7 +105,7 @@ def _check(composed: DictConfig, facts: BackboneFacts | None, problems: list[Pro
     composed = composed.copy()
     with open_dict(composed):
         composed.pop("hydra", None)
-        shapeless = complete_from_timm(composed)
+        shapeless = complete_shape(composed)
     data, unresolved = plain(composed)
     for axis, _, key in (path.partition(".") for path in options_of_other_members(data)):
         data[axis] = {name: value for name, value in data[axis].items() if name != key}

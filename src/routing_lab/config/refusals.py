@@ -316,10 +316,10 @@ def recipe_fits_task(task: TaskConfig, train: TrainConfig, isoflop: IsoflopConfi
         yield Problem.of("isoflop.by", isoflop.by, f"sizes a vision transformer, and {chosen} takes a language model")
 
 
-def published_weights_have_a_name(init: InitConfig, backbone: BackboneConfig) -> Iterator[Problem]:
-    """Weights of a library are those of a name."""
-    if init.is_published and backbone.published is None:
-        yield Problem.of("init", init.kind, f"needs backbone.timm_name; backbone={backbone.name} has none")
+def published_weights_are_there(init: InitConfig, backbone: BackboneConfig) -> Iterator[Problem]:
+    """Weights of a library are there for the backbone."""
+    if init.is_published and backbone.no_weights is not None:
+        yield Problem.of("init", init.kind, backbone.no_weights)
 
 
 def initial_weights_are_there(sections: Mapping[str, Any], init: InitConfig) -> Iterator[Problem]:
@@ -343,6 +343,13 @@ def frozen_routers_exist(train: TrainConfig, router: RouterConfig) -> Iterator[P
     if ALL_ROUTERS in train.frozen and not router.traits.learned:
         message = f"router={router.name} has no parameters that could learn; use {_routers('learned')}"
         yield Problem.of("train.frozen", train.frozen, message)
+
+
+def backbone_has_sizes(isoflop: IsoflopConfig, backbone: BackboneConfig) -> Iterator[Problem]:
+    """The baseline of equal cost, a vision transformer, is built in another size."""
+    if isoflop.by != "none" and not backbone.is_sized and not backbone.facts().causal:
+        message = f"sizes a vision transformer of timm, which backbone={backbone.name} is not"
+        yield Problem.of("isoflop.by", isoflop.by, message)
 
 
 def isoflop_fits(isoflop: IsoflopConfig, init: InitConfig, train: TrainConfig) -> Iterator[Problem]:
@@ -381,9 +388,10 @@ REFUSALS: tuple[Check, ...] = (
     task_exists,
     task_takes,
     recipe_fits_task,
-    published_weights_have_a_name,
+    published_weights_are_there,
     initial_weights_are_there,
     frozen_routers_exist,
+    backbone_has_sizes,
     isoflop_fits,
     teacher_is_trained,
     trackers_are_installed,

@@ -18,7 +18,7 @@ from routing_lab.axes.placements import PlacementConfig
 from routing_lab.axes.routers import RouterConfig
 from routing_lab.axes.scalings import ScalingConfig
 from routing_lab.axes.visibilities import VisibilityConfig
-from routing_lab.config.backbones import LlamaBackboneConfig, Rope, TimmBackboneConfig
+from routing_lab.config.backbones import HfBackboneConfig, LlamaBackboneConfig, Rope, TimmBackboneConfig
 from routing_lab.config.training import (
     InitConfig,
     RuntimeConfig,
@@ -124,7 +124,7 @@ class PathsConfig(Strict):
 class Config(Strict):
     """A whole, checked configuration; `routing_lab.config.load` and `check` make it."""
 
-    backbone: Annotated[TimmBackboneConfig | LlamaBackboneConfig, Field(discriminator="kind")]
+    backbone: Annotated[TimmBackboneConfig | HfBackboneConfig | LlamaBackboneConfig, Field(discriminator="kind")]
     router: SerializeAsAny[RouterConfig]
     scaling: SerializeAsAny[ScalingConfig]
     capacity: SerializeAsAny[CapacityConfig]

@@ -14,11 +14,8 @@ SHAPE = ("image_size", "patch_size", "width", "depth", "heads", "class_token", "
 """Keys of the group `backbone` that timm fills in where they are null."""
 
 
-def complete_from_timm(config: DictConfig) -> list[Problem]:
+def complete_from_timm(backbone: DictConfig) -> list[Problem]:
     """Fill in, in place, what `backbone.timm_name` implies; the problems if timm has no such vision transformer."""
-    backbone = config.get("backbone")
-    if not isinstance(backbone, DictConfig) or backbone.get("kind") != "timm":
-        return []
     unstated = [key for key in SHAPE if key in backbone and backbone.get(key) is None]
     name = None if OmegaConf.is_missing(backbone, "timm_name") else backbone.get("timm_name")
     if not unstated:

@@ -203,7 +203,7 @@ class DenseInit(_Init):
     readout: bool = Field(default=False, description="the dense run gets its head in closed form; needs init.path")
 
     def of_dense_run(self, epochs: int) -> tuple[dict[str, Any], int]:
-        init = {"kind": "scratch"}
+        init: dict[str, Any] = {"kind": "scratch"}
         if self.path is not None:
             init = {"kind": "checkpoint", "path": self.path, "entry": None, "readout": self.readout}
         return init, epochs if self.epochs is None else self.epochs

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from routing_lab.backbones import adapt
 from routing_lab.cost.macs import LayerTokens, ModelShape
 from routing_lab.routing.base import Trace
 from routing_lab.routing.work import Work
@@ -17,7 +18,7 @@ COUNTED = tuple(field.name for field in fields(LayerTokens))
 
 
 def vision_shape(backbone: nn.Module, image_size: tuple[int, int] | None = None) -> ModelShape:
-    """Shape of a timm `VisionTransformer`, `Eva` or `Beit`.
+    """Shape of a vision transformer that is routed, of timm or transformers.
 
     Args:
         backbone: the model; only the shapes of its parameters are read, so that it may live on the meta device.
@@ -26,6 +27,8 @@ def vision_shape(backbone: nn.Module, image_size: tuple[int, int] | None = None)
     Raises ValueError when its blocks differ from each other, or it has parts that the cost model does not count.
     """
     model: Any = backbone
+    if not hasattr(model, "patch_embed"):
+        return _hf_shape(adapt(model), image_size)
     if getattr(model, "attn_pool", None) is not None:
         raise ValueError("the cost model does not count attention pooling; choose a backbone with pool token or avg")
     blocks = {_block_shape(block) for block in model.blocks}
@@ -140,13 +143,46 @@ def _counts(work: Work) -> dict[str, Any]:
     return found
 
 
+def _hf_shape(backbone: Any, image_size: tuple[int, int] | None) -> ModelShape:
+    """`vision_shape` of an adapted model of transformers."""
+    module, encoder = backbone.module, backbone.encoder
+    if encoder is module or getattr(encoder, "pooler", None) is not None:
+        raise ValueError(f"the cost model counts models with a classifier; {type(module).__name__} pools otherwise")
+    views = [backbone.block(layer) for layer in range(backbone.depth)]
+    blocks = {(view.heads, view.kv_heads, view.head_dim, *_mlp_shape(view.module.mlp)) for view in views}
+    if len(blocks) != 1:
+        raise ValueError(f"the cost model needs blocks of one shape; the backbone has {sorted(blocks)}")
+    heads, kv_heads, head_dim, mlp_hidden, mlp_weights = blocks.pop()
+    size, patch, channels = backbone.image_shape
+    rows, columns = (side // step for side, step in zip(image_size or size, patch, strict=True))
+    classifiers = [child for child in module.children() if isinstance(child, nn.Linear)]
+    return ModelShape(
+        width=backbone.width,
+        depth=backbone.depth,
+        heads=heads,
+        kv_heads=None if kv_heads == heads else kv_heads,
+        head_dim=head_dim,
+        mlp_hidden=mlp_hidden,
+        mlp_matrices=mlp_weights // (mlp_hidden * backbone.width),
+        positions=rows * columns,
+        prefix=len(backbone.prefix),
+        patch_inputs=channels * patch[0] * patch[1],
+        classes=classifiers[0].out_features if classifiers else 0,
+        head_tokens=sum(linear.in_features for linear in classifiers) // backbone.width or 1,
+    )
+
+
+def _mlp_shape(mlp: nn.Module) -> tuple[int, int]:
+    """Width of the hidden layer, and the weights of all linear modules."""
+    linear = [module for module in mlp.modules() if isinstance(module, nn.Linear)]
+    return linear[-1].in_features, sum(module.weight.numel() for module in linear)
+
+
 def _block_shape(block: Any) -> tuple[int, int, int, int, int]:
     if not hasattr(block, "attn"):
         raise ValueError(
             f"the cost model does not count a {type(block).__name__}: its branches stand beside each other"
         )
-    linear = [module for module in block.mlp.modules() if isinstance(module, nn.Linear)]
-    weights = sum(module.weight.numel() for module in linear)
     heads = block.attn.num_heads
     head_dim = getattr(block.attn, "head_dim", block.norm1.weight.shape[0] // heads)
-    return heads, getattr(block.attn, "num_kv_heads", heads), head_dim, linear[-1].in_features, weights
+    return heads, getattr(block.attn, "num_kv_heads", heads), head_dim, *_mlp_shape(block.mlp)

@@ -86,11 +86,6 @@ def weights_hash(module: nn.Module) -> str:
 
 
 def _published(config: Config, num_classes: int) -> nn.Module:
-    if config.backbone.published is None:
-        raise ValueError(
-            f"init.kind=pretrained: no published weights belong to backbone={config.backbone.name}, which has no"
-            " backbone.timm_name; choose one that has, or init=checkpoint init.path=<file>"
-        )
     try:
         return _published_model(config, num_classes)
     except ValueError as error:

@@ -35,6 +35,9 @@ WRAPPERS = ("module", "model", "backbone", "net", "encoder")
 MARKS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 """What compilation and sharding put anywhere into names."""
 
+HEADS = ("head", "head_dist", "classifier", "cls_classifier", "distillation_classifier")
+"""Modules of timm's and transformers' models that give an output for every class."""
+
 _DTYPES = [type(np.dtype(kind)) for kind in "?bhilqBHILQefd"]
 
 SAFE: list[Any] = [
@@ -255,7 +258,7 @@ def _is_router(name: str) -> bool:
 
 
 def _is_head(name: str) -> bool:
-    return name.split(".")[0] in ("head", "head_dist")
+    return name.split(".")[0] in HEADS
 
 
 def _listed(names: list[str]) -> str:
