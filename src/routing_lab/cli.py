@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import NoReturn
 
 import routing_lab
+from routing_lab.interrupts import speak_when_interrupted
 
 COMMANDS = {
     "train": "train one run or a sweep",
@@ -25,6 +26,7 @@ COMMANDS = {
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Dispatch to a command; leaves through `sys.exit`."""
+    speak_when_interrupted()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     first = arguments[0] if arguments else "--help"
     if first in COMMANDS:

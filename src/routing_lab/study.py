@@ -46,9 +46,9 @@ from routing_lab.runs.findings import PREFIX
 from routing_lab.runs.folder import RunFolder, folders_by_run
 from routing_lab.runs.metrics import COSTS, QUANTITIES, is_declared
 from routing_lab.runs.records import FINISHED, RecordError, read_records, read_run
+from routing_lab.runs.source import git_state
 from routing_lab.sweeps import failure, launch_cells
 from routing_lab.train import import_from_here
-from routing_lab.training.environment import git_state
 
 if TYPE_CHECKING:
     from routing_lab.evidence.verdict import StudyResult

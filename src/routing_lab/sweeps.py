@@ -15,10 +15,9 @@ import shutil
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import psutil
@@ -33,6 +32,7 @@ from routing_lab.config.hydra_internals import Callbacks
 from routing_lab.config.problems import Problem
 from routing_lab.data.state import changed_inputs
 from routing_lab.evidence import formatting
+from routing_lab.interrupts import Interrupted, interruptible
 from routing_lab.runs.files import write_json
 from routing_lab.runs.folder import RunFolder
 from routing_lab.runs.metrics import EFFICIENCIES, QUANTITIES, metric
@@ -46,6 +46,9 @@ TABLE = "sweep.csv"
 
 GRACE = 20.0
 """Seconds that jobs in other processes have to write down where they stand before they are killed."""
+
+HELPERS = ("resource_tracker", "wandb-core")
+"""Programs that libraries start beside a process and that end with it: what it writes down at its end needs them."""
 
 
 def job(config: DictConfig) -> dict[str, Any]:
@@ -65,6 +68,8 @@ def job(config: DictConfig) -> dict[str, Any]:
             print(error, file=sys.stderr, flush=True)
             sys.exit(2)
         result = {"status": FAILED, "error": "; ".join(str(error).splitlines())}
+    except Interrupted as interruption:  # while the cell was checked, or torch loaded
+        result = {"status": INTERRUPTED, "error": str(interruption), "signal": interruption.number}
     except Exception as error:  # a broken installation, say: the other cells of a sweep must still be run
         traceback.print_exc()
         result = {"status": FAILED, "error": f"{type(error).__name__}: {error}"}
@@ -78,18 +83,10 @@ def job(config: DictConfig) -> dict[str, Any]:
         except OSError as error:  # as on a full disk: the other cells must still be run
             print(f"{' '.join(overrides)}: its outcome cannot be written: {error}", file=sys.stderr, flush=True)
     if outcome["status"] == INTERRUPTED:
-        raise Interrupted(outcome["signal"] or signal.SIGINT)
+        raise Interrupted(outcome["signal"] or signal.SIGINT, is_told=sweep_dir is None)
     if sweep_dir is None and outcome["status"] != FINISHED:
         sys.exit(1)
     return outcome
-
-
-class Interrupted(KeyboardInterrupt):
-    """A signal ended the command. number: of the signal; the exit code is 128 more."""
-
-    def __init__(self, number: int = signal.SIGINT) -> None:
-        super().__init__(number)
-        self.number = int(number)
 
 
 class Launch:
@@ -122,11 +119,14 @@ def launched(launch: Callable[[], object]) -> int:
     """
     before = psutil.Process().children(recursive=True)
     try:
-        with _terminable():
+        with interruptible():
             launch()
-    except KeyboardInterrupt as interruption:
+    except KeyboardInterrupt as raised:  # a launcher may raise one of its own
+        interruption = raised if isinstance(raised, Interrupted) else Interrupted()
+        if not interruption.is_told:
+            print(f"interrupted: {interruption}", file=sys.stderr, flush=True)
         _end([process for process in psutil.Process().children(recursive=True) if process not in before])
-        return 128 + getattr(interruption, "number", signal.SIGINT)
+        return 128 + interruption.number
     except SystemExit as leaving:
         return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     return 0
@@ -337,27 +337,12 @@ def _labels(cells: Sequence[Sequence[str]]) -> list[str]:
 # --- processes ---
 
 
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """SIGTERM ends the command as Ctrl-C does: jobs in other processes stop, and what is done is reported."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise Interrupted(number)
-
-    previous = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-
-
 def _end(processes: Sequence[psutil.Process]) -> None:
     """End processes: SIGTERM first, so that a run says where it stands, and SIGKILL after a while."""
     asked = []
     for process in processes:
         with suppress(psutil.NoSuchProcess):
-            # A resource tracker heeds no signal and ends with the process it belongs to.
-            if not any("resource_tracker" in word for word in process.cmdline()):
+            if not any(helper in word for helper in HELPERS for word in process.cmdline()):
                 process.terminate()
                 asked.append(process)
     _, alive = psutil.wait_procs(asked, timeout=GRACE)

@@ -22,9 +22,10 @@ from tests.training.conftest import SMALL
 from tests.training.test_resume import send, stop_at, traces
 
 from routing_lab.config import Loaded
+from routing_lab.interrupts import Interrupted
 from routing_lab.runs.folder import RunFolder
 from routing_lab.runs.records import read_history
-from routing_lab.sweeps import Interrupted, launched
+from routing_lab.sweeps import launched
 from routing_lab.tasks.classification import Classification
 from routing_lab.training import environment
 from routing_lab.training import run as run_module
@@ -149,11 +150,16 @@ def test_processes_in_sessions_of_their_own_end_with_an_interrupted_launch() -> 
     assert time.monotonic() - begin < 60
 
 
-def test_an_interrupted_command_says_so_in_a_sentence(tmp_path: Path) -> None:
-    words = [*SMALL, "train.epochs=10000", "runtime.progress=plain", f"paths.runs={tmp_path}"]
-    given = {word.partition("=")[0]: word for word in words}
-    command = [sys.executable, "-m", "routing_lab.train", *given.values()]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+LONG = {word.partition("=")[0]: word for word in (*SMALL, "train.epochs=10000", "runtime.progress=plain")}
+
+
+def started(tmp_path: Path, *words: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "routing_lab.train", *LONG.values(), *words, f"paths.runs={tmp_path}"]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_an_interrupted_command_says_so_in_a_sentence_whatever_runs_beside_it(tmp_path: Path) -> None:
+    process = started(tmp_path, "wandb.mode=offline")
     assert process.stdout is not None
     while "epoch" not in process.stdout.readline():
         assert process.poll() is None
@@ -162,6 +168,39 @@ def test_an_interrupted_command_says_so_in_a_sentence(tmp_path: Path) -> None:
     assert process.returncode == 128 + signal.SIGTERM
     assert said.count("\n") == 1
     assert said.startswith("interrupted: stopped by SIGTERM")
+    (folder,) = (RunFolder(path.parent) for path in tmp_path.glob("*/run.json"))
+    assert (folder.read_record() or {})["status"] == "interrupted"
+
+
+def test_a_command_that_loads_its_modules_ends_in_a_sentence(tmp_path: Path) -> None:
+    code = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
+    (tmp_path / "hydra.py").write_text(code)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    command = [sys.executable, "-m", "routing_lab.train"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGINT, "interrupted: stopped by SIGINT\n")
+
+
+def test_a_second_signal_ends_a_command_at_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[int] = []
+
+    def leave(code: int) -> None:
+        left.append(code)
+        raise SystemExit(code)
+
+    def interrupted_again(folder: RunFolder, record: Any) -> None:
+        if record["status"] == "interrupted":
+            os.kill(os.getpid(), signal.SIGINT)
+        write(folder, record)
+
+    write = RunFolder.write_record
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "_exit", leave)
+        patch.setattr(RunFolder, "write_record", interrupted_again)
+        stop_at(patch, "training_step", 12, send(signal.SIGTERM))
+        assert launched(run) == 128 + signal.SIGINT
+    assert left == [128 + signal.SIGINT]
+    assert run()["status"] == "finished"
 
 
 # --- numbers, code and packages ---

@@ -1,11 +1,10 @@
-"""What a record says about the machine, the software and the source it was made with."""
+"""What a record says about the machine and the software it was made with."""
 
 from __future__ import annotations
 
 import os
 import platform
 import shlex
-import subprocess
 import sys
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -46,16 +45,6 @@ def other_versions(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[st
     return {name: [old, new] for name, (old, new) in pairs.items() if old is not None and old != new}
 
 
-def git_state() -> dict[str, Any]:
-    """Commit of the checkout this package runs from and whether it has changes; None for both outside a checkout."""
-    source = Path(__file__).parent
-    # Tracked or not: an installed package may lie inside somebody else's repository.
-    if _git(source, "ls-files", "--error-unmatch", Path(__file__).name) is None:
-        return {"commit": None, "dirty": None}
-    commit, changes = _git(source, "rev-parse", "HEAD"), _git(source, "status", "--porcelain", "--untracked-files=no")
-    return {"commit": commit, "dirty": None if changes is None else bool(changes)}
-
-
 def command_line() -> str:
     """The command of this process as a person would type it."""
     program, *arguments = sys.argv
@@ -64,16 +53,6 @@ def command_line() -> str:
     if spec is not None and spec.name:
         return shlex.join(["python", "-m", spec.name.removesuffix(".__main__"), *arguments])
     return shlex.join([Path(program).name, *arguments])
-
-
-def _git(folder: Path, *arguments: str) -> str | None:
-    try:
-        done = subprocess.run(
-            ["git", "-C", os.fspath(folder), *arguments], capture_output=True, text=True, timeout=10, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
 
 
 def _processor() -> str:

@@ -28,6 +28,7 @@ from routing_lab.config.training import TrainConfig
 from routing_lab.data.state import WAYS_ON, changed_inputs, data_state
 from routing_lab.runs.folder import RunFolder
 from routing_lab.runs.records import FAILED, FINISHED, INTERRUPTED, is_finished, new_record
+from routing_lab.runs.source import git_state
 from routing_lab.tasks.base import Task
 from routing_lab.training.callbacks import (
     LIGHTNING_LOGGERS,
@@ -42,7 +43,7 @@ from routing_lab.training.callbacks import (
 )
 from routing_lab.training.costs import CostMeter
 from routing_lab.training.dynamics import Dynamics
-from routing_lab.training.environment import command_line, environment, git_state, other_versions
+from routing_lab.training.environment import command_line, environment, other_versions
 from routing_lab.training.initialisation import initialise
 from routing_lab.training.readout import solve_head
 from routing_lab.training.signals import Stopped, stoppable

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from routing_lab.interrupts import SIGNALS, after_the_first
+
 
 class Stopped(BaseException):
     """The process was asked to stop. Not an `Exception`, so that nothing on the way takes it for a failure.
@@ -24,7 +26,9 @@ class Stopped(BaseException):
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Within the block SIGINT and SIGTERM raise `Stopped` at once; a second signal acts as it did before the block.
+    """Within the block SIGINT and SIGTERM raise `Stopped`; a second signal ends a command at once.
+
+    Elsewhere, as in a notebook, the second acts as it did before the block.
 
     The run's files are replaced atomically, so any moment is a good one. Outside the main thread, where Python delivers
     no signals, nothing changes.
@@ -32,14 +36,18 @@ def stoppable() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous: dict[int, Any] = {number: signal.getsignal(number) for number in SIGNALS}
 
-    def restore() -> None:
-        for number, handler in previous.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+    is_stopped = False
 
     def stop(number: int, frame: FrameType | None) -> None:
-        restore()
+        nonlocal is_stopped
+        for each, handler in previous.items():
+            signal.signal(each, after_the_first(handler))
+        if is_stopped:  # Lightning puts back the handlers that it found, this one again
+            signal.raise_signal(number)
+            return
+        is_stopped = True
         raise Stopped(number)
 
     for number in previous:
@@ -47,4 +55,6 @@ def stoppable() -> Iterator[None]:
     try:
         yield
     finally:
-        restore()
+        for number, handler in previous.items():
+            then = after_the_first(handler) if is_stopped else handler
+            signal.signal(number, signal.SIG_DFL if then is None else then)
