@@ -80,6 +80,22 @@ def check_dllm(case: Case) -> None:
     near(_language_loss(logits, ids), "lm_loss", "loss_abs")
 
 
+def check_dllm_train(case: Case) -> None:
+    """Routes, logits, hidden states and both losses of D-LLM's training code, from its noise.
+
+    That code multiplies the map by the kept keys and divides by what is left plus 1e-6, which a query that hardly sees
+    a kept key notices in its fourth digit, and lets a gradient through the product: gradients are not compared.
+    """
+    model = _dllm(case)
+    case.facts["tolerance"].update(logits_abs=1e-4, hidden_abs=2e-4)
+    ids, logits, trace, near = _run(case, model)
+    position = torch.arange(ids.shape[1])
+    counted = (position >= case.options["reserve_initials"]) & (position < ids.shape[1] - 1)
+    loss = l1_target_loss(trace, target=case.options["target"], weight=counted.expand_as(ids))
+    near(loss, "active_loss", "loss_abs")
+    near(_language_loss(logits, ids), "lm_loss", "loss_abs")
+
+
 def check_dllm_decode(case: Case) -> None:
     """Logits token by token, and 13 tokens behind a prompt of 20; keys and values that each layer holds."""
     model = _dllm(case)
@@ -97,6 +113,7 @@ FAMILIES: dict[str, Callable[[Case], None]] = {
     "dtrnet_mod_train": check_mod_baseline,
     "dtrnet_*": check_dtrnet,
     "dllm_eval_prefill": check_dllm,
+    "dllm_train": check_dllm_train,
     "dllm_decode": check_dllm_decode,
     "dllm_port_*": check_dllm,
 }

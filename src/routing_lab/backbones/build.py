@@ -68,6 +68,9 @@ def build_llama(
     heads: int,
     kv_heads: int,
     context: int,
+    rope_theta: float = 10000.0,
+    norm_eps: float = 1e-6,
+    tie_embeddings: bool = False,
 ) -> nn.Module:
     """A transformers LlamaForCausalLM, initialised from torch's global generator.
 
@@ -90,6 +93,9 @@ def build_llama(
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
             max_position_embeddings=context,
+            rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
+            rms_norm_eps=norm_eps,
+            tie_word_embeddings=tie_embeddings,
         )
     )
 

@@ -217,6 +217,9 @@ class LlamaBackboneConfig(BackboneConfig):
     context: Positive
     kv_heads: Positive
     mlp_width: Positive
+    rope_theta: float = Field(default=10000.0, gt=1, description="base of the rotary angles")
+    norm_eps: float = Field(default=1e-6, gt=0, description="added to the mean square in norms")
+    tie_embeddings: bool = Field(default=False, description="the head has the weights of the embedding")
 
     def facts(self) -> BackboneFacts:
         return BackboneFacts(self.depth, self.width, self.heads, causal=True)

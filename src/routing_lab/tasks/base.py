@@ -482,7 +482,11 @@ def freeze(model: nn.Module, names: Iterable[str]) -> None:
             for key, parameter in model.state_dict(keep_vars=True).items():
                 parameter.requires_grad_(parameter.requires_grad and not key.startswith("router."))
             continue
-        found = [value for own, value in backbone.named_parameters() if own == name or own.startswith(f"{name}.")]
+        found = [
+            value
+            for own, value in backbone.named_parameters(remove_duplicate=False)
+            if own == name or own.startswith(f"{name}.")
+        ]
         if not found:
             parts = [*dict(backbone.named_parameters(recurse=False)), *dict(backbone.named_children())]
             raise ValueError(

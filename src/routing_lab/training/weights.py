@@ -175,6 +175,7 @@ def load_weights(model: nn.Module, state: Mapping[str, Tensor]) -> Fit:
         has = f"a head for {classes[0]} classes" if classes else "no head"
         warnings.append(f"the checkpoint has {has}: this model's head ({', '.join(refit)}) starts from random weights")
         given = {name: value for name, value in given.items() if name not in refit}
+    given |= _tied(own, given)
     parts = {name.split(".")[0] for name in backbone_names}
     left_over = [name for name in given if name not in own and name.split(".")[0] not in parts]
     given = {name: value for name, value in given.items() if name not in left_over}
@@ -208,6 +209,13 @@ def _check_tokens(given: Mapping[str, Tensor], own: Mapping[str, Any]) -> None:
             has, wants = ("has", "has none") if name in given else ("has no", "has one")
             article = " a" if name in given else ""
             raise ValueError(f"the checkpoint does not fit the backbone: it {has}{article} {name}, the model {wants}")
+
+
+def _tied(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights that a file leaves out because they are those of another name, as of a head tied to the embedding."""
+    places = {own[name].data_ptr(): name for name in own if name in given}
+    missing = [name for name in own if name not in given and own[name].data_ptr() in places]
+    return {name: given[places[own[name].data_ptr()]] for name in missing}
 
 
 def _entries(state: Any) -> list[str]:
