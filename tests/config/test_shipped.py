@@ -43,6 +43,8 @@ def needs(group: str, member: str) -> list[str]:
         found.append("router=mlp")
     if getattr(traits, "needs_informative", False):
         found.append("data=planted")
+    if group == "backbone" and OmegaConf.load(conf_path() / group / f"{member}.yaml").kind == "llama":
+        found.append("task=language")
     if group == "losses":
         reads = LOSSES[member].facts.reads
         found += {"halting": ["method=avit"], "probability": ["router=mlp"], "logits": ["router=linear"]}.get(reads, [])
@@ -54,7 +56,7 @@ def needs(group: str, member: str) -> list[str]:
 
 def is_on_disk(group: str, member: str) -> bool:
     """Whether the member can be checked without files that a test machine lacks."""
-    return (group, member) not in {("init", "checkpoint"), ("init", "pretrained"), ("backbone", "llama_micro")} and (
+    return (group, member) not in {("init", "checkpoint"), ("init", "pretrained")} and (
         group != "data" or member in ("digits", "planted")
     )
 
