@@ -36,6 +36,7 @@ def main() -> None:
         ids = torch.randint(1024, (1, length))
         with torch.no_grad():
             rows += measured(dense, routed, ids, options.steps, options.repetitions)
+        print(*rows[-len(routed) :], sep="\n", flush=True)  # the longest take minutes
     show(
         f"Llama, width {options.width}, {options.depth} layers; over the dense model",
         ("tokens", "routed", "prefill", "decode", "bytes held", "bytes allocated"),

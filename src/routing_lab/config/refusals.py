@@ -298,6 +298,13 @@ def task_takes(task: TaskConfig, backbone: BackboneConfig, data_set: str) -> Ite
         yield Problem.of("data", data_set, f"is {modality}, and {chosen} reads {known.reads}; use task={able}")
 
 
+def texts_have_other_lengths(task: TaskConfig, data: DataConfig) -> Iterator[Problem]:
+    """Lengths beside the one of training are asked of data that can be read at any."""
+    lengths = task.options.get("eval_lengths")
+    if shipped_task(task) is not None and lengths and not data.any_length:
+        yield Problem.of("task.eval_lengths", lengths, f"data={data.name} has windows of one length; use []")
+
+
 def recipe_fits_task(task: TaskConfig, train: TrainConfig, isoflop: IsoflopConfig) -> Iterator[Problem]:
     """The recipe changes nothing that a shipped task does not have."""
     known = shipped_task(task)
@@ -387,6 +394,7 @@ REFUSALS: tuple[Check, ...] = (
     patches_stay,
     task_exists,
     task_takes,
+    texts_have_other_lengths,
     recipe_fits_task,
     published_weights_are_there,
     initial_weights_are_there,

@@ -24,6 +24,9 @@ class _Images(BaseModel):
     knows_informative: ClassVar[bool] = False
     """Which patches decide the class is known of every image."""
 
+    any_length: ClassVar[bool] = False
+    """An example can be read at other lengths too, as a text can."""
+
     image_size: int = Field(ge=1, description="pixels; every image is brought to image_size x image_size")
     channels: Literal[1, 3] = Field(description="1 = grey, 3 = RGB; images are converted")
     mean: list[float] = Field(description="per channel, in units of [0, 1]; one value serves all channels")

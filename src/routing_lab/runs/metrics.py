@@ -134,9 +134,7 @@ def metric(key: str) -> Metric:
     split, _, name = bare.partition("/")
     if split in SPLITS and name in QUANTITIES:
         return replace(QUANTITIES[name], key=key, label=key)  # the key says the split too
-    found = COSTS.get(bare) or QUANTITIES.get(bare)
+    found = COSTS.get(bare) or QUANTITIES.get(bare) or DYNAMICS.get(bare)
     if found is None:
         return Metric(key, key, "number", True)
     return found if length is None else replace(found, key=key, label=f"{found.label} at {length} tokens")
-
-    return COSTS.get(key) or QUANTITIES.get(key) or DYNAMICS.get(key) or Metric(key, key, "number", True)

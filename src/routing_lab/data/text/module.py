@@ -74,10 +74,9 @@ class TextData(SeededData[TextBatch]):
         """The test split in windows of another length, as many tokens a batch and, to a window, of the same text.
 
         Raises:
-            DataProblem: planted sequences have one length; no window of that length fits into the split.
+            DataProblem: no window of that length fits into the split.
         """
-        if self._lengths is None:
-            raise DataProblem("task.eval_lengths", length, "these sequences are planted at one length: data.context")
+        assert self._lengths is not None, "planted sequences have one length"
         return self._lengths(length)
 
 

@@ -16,6 +16,9 @@ class TextWindows(BaseModel):
     knows_informative: ClassVar[bool] = False
     """Which tokens decide the answer is known of every window."""
 
+    any_length: ClassVar[bool] = True
+    """The text can be read in windows of other lengths too."""
+
     context: int = Field(ge=1, description="tokens of a window; each predicts the next one")
     epoch_windows: int | None = Field(ge=1, description="training windows of one epoch; null = all")
     eval_windows: int | None = Field(ge=1, description="windows of `val` and of `test`, spread evenly; null = all")
@@ -88,6 +91,7 @@ class InductionData(TextWindows):
     """Sequences with planted pairs: whoever sees a key again has to say the value that followed it."""
 
     knows_informative: ClassVar[bool] = True
+    any_length: ClassVar[bool] = False
 
     name: Literal["induction"]
     vocab_size: Literal[256]
