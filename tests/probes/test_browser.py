@@ -10,8 +10,9 @@ import pytest
 import torch
 from tests.evidence.browser import inspect
 from tests.probes.test_probes import examples
-from tests.routing.tiny import routed
+from tests.routing.tiny import llama, routed, token_ids
 
+from routing_lab.probes.base import Examples
 from routing_lab.probes.pictures import Picture, picture, write_page
 
 WIDTHS = (1280, 400)
@@ -35,6 +36,18 @@ function inspect(page) {
     labels: [...page.querySelectorAll("canvas")].every(canvas => canvas.getAttribute("aria-label")),
     resources: window.performance.getEntriesByType("resource").map(entry => entry.name)
       .filter(name => !name.startsWith("data:")),
+  };
+}
+"""
+
+TEXT_SCRIPT = """
+function inspect(page) {
+  const first = page.querySelector(".text");
+  return {
+    errors: page.defaultView.errors, width: page.documentElement.scrollWidth,
+    texts: [...page.querySelectorAll(".text")].map(text => text.textContent),
+    caption: page.querySelector("figcaption").textContent,
+    classes: [...first.querySelectorAll("span")].map(span => span.className),
   };
 }
 """
@@ -69,3 +82,16 @@ def test_the_largest_page_stays_under_five_megabytes(tmp_path: Path) -> None:
     arms = [Picture(f"arm {i}", states, rng.random((16, 12, 196)), list(range(12)), [0] * 16) for i in range(4)]
     page = write_page(tmp_path / "page.html", torch.rand(16, 3, 224, 224), arms, title="t")
     assert page.stat().st_size < 5e6
+
+
+def test_texts_are_shown_as_their_tokens(tmp_path: Path) -> None:
+    ids = token_ids(2, 12)
+    some = Examples(ids, ids.roll(-1, dims=1), torch.arange(2))
+    words = [[f"w{token} " for token in row] for row in ids.tolist()]
+    page = write_page(tmp_path / "page.html", words, [picture(routed([], llama()), some, "lm")], title="Texts")
+    found = inspect(page, (400,), TEXT_SCRIPT, tmp_path / "chromium")["400"]
+    assert found["errors"] == []
+    assert found["width"] <= 400
+    assert found["texts"] == ["".join(row) for row in words]
+    assert found["caption"] == "lm: layer 1 is routed, 6 of 12 tokens computed"
+    assert sorted(found["classes"]) == ["s1"] * 6 + ["s2"] * 6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from routing_lab.probes.agreement import MaskAgreement
+from routing_lab.probes.heads import HeadCorruption
 from routing_lab.probes.importance import Importance
 from routing_lab.probes.leave_one_out import leave_one_out
 from routing_lab.probes.runner import measure
@@ -12,6 +13,7 @@ from routing_lab.probes.structure import AttentionStructure
 __all__ = [
     "AttentionStructure",
     "CapacitySweep",
+    "HeadCorruption",
     "Importance",
     "MaskAgreement",
     "SelectionBehaviour",

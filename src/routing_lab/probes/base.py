@@ -51,6 +51,11 @@ class Examples:
     masks: Tensor | None = None
     segments: Tensor | None = None
 
+    @property
+    def layout(self) -> Layout | None:
+        """How the tokens of texts lie."""
+        return None if self.segments is None else Layout(segment=self.segments)
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -108,21 +113,28 @@ class Probe(ABC):
 
 def traced(model: RoutedModel, examples: Examples, watch: LayerWatch | None = None) -> tuple[Any, Trace]:
     """The model's output and trace for a batch; watch: is shown every attention map."""
-    layout = None if examples.segments is None else Layout(segment=examples.segments)
-    tokens, context = model.embed(examples.inputs, layout)
+    tokens, context = model.embed(examples.inputs, examples.layout)
     state = model.run_state(tokens, sample_ids=examples.index, informative=examples.masks)
     left, trace = model.forward_tokens(tokens, context, state, watch=watch)
     return model.head(left), trace
 
 
-def losses_of(output: Tensor, examples: Examples) -> np.ndarray:
-    """[B] cross-entropy of each example in nats: of its class, or the mean over the tokens of a text that count."""
-    targets = examples.targets
+def over_targets(values: Tensor, targets: Tensor) -> Tensor:
+    """[B] values of examples from those of their targets: the same [B], or the mean of [B, N] over those that count."""
     if targets.dim() == 1:
-        return cross_entropy(output.float(), targets, reduction="none").cpu().numpy()
-    losses = cross_entropy(output.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="none")
-    counted = (targets != IGNORED).sum(dim=1)
-    return (losses.view(targets.shape).sum(dim=1) / counted.clamp_min(1)).cpu().numpy()
+        return values
+    counted = targets != IGNORED
+    return (values * counted).sum(dim=1) / counted.sum(dim=1).clamp_min(1)
+
+
+def loss_of(output: Tensor, targets: Tensor) -> Tensor:
+    """[B] cross-entropy of each example in nats: of its class, or the mean over the tokens of a text that count.
+
+    Args:
+        output: logits [B, C], or [B, N, V] of a text. targets: [B], or [B, N] with -100 where none counts.
+    """
+    losses = cross_entropy(output.movedim(-1, 1), targets, ignore_index=IGNORED, reduction="none")
+    return over_targets(losses, targets)
 
 
 def patches_of(trace: Trace) -> Tensor:

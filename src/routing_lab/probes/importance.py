@@ -31,7 +31,8 @@ class Importance(Probe):
 
     A patch's importance in the deployed model is what keeping it in that layer is worth: the loss without it where the
     layer keeps it (`force_skip`), the loss as it is less the loss with it where the layer bypasses it (`force_keep`).
-    In the dense model of the same weights it is what the loss rises by when the patch is deleted after the embedding.
+    In the dense model of the same weights it is what the loss rises by when the patch is deleted after the embedding;
+    of a text, every token of which has an output, nothing is deleted, and its patches are its tokens.
 
     `<coefficient>/<scorer>`: correlation within an image of a scorer (see `SCORERS`) with the importance in the
     deployed model; `<coefficient>/<scorer>_and_dense`: with that in the dense model; `spearman/<scorer>_and_<effect>`:
@@ -52,9 +53,7 @@ class Importance(Probe):
             raise ValueError(f"rows = {self.rows}: must be at least 1")
 
     def measure(self, model: RoutedModel, examples: Examples) -> dict[str, np.ndarray]:
-        if examples.targets.dim() != 1:
-            raise ValueError("probe=importance needs a classifier: one class for each example")
-        tokens, context = model.embed(examples.inputs)
+        tokens, context = model.embed(examples.inputs, examples.layout)
         entering: list[Entering] = []
         state = model.run_state(tokens, sample_ids=examples.index)
         _, trace = model.forward_from(Entering(0, tokens), context, state, seen=entering)
@@ -73,6 +72,7 @@ class Importance(Probe):
                 operation,
                 EFFECTS,
                 sample_ids=examples.index,
+                segments=examples.segments,
                 rows=self.rows,
             )
 
@@ -90,7 +90,7 @@ class Importance(Probe):
             **_by_chance(own, examples.index.tolist()),
             **{f"worth.{name}": np.stack(values, axis=1) for name, values in worth.items()},
         }
-        if self.dense:
+        if self.dense and examples.targets.dim() == 1:
             plain = route(model.backbone, ["router=dense"]).eval()
             dropped = leave_one_out_effects(
                 plain, examples.inputs, examples.targets, None, "drop_input", EFFECTS, rows=self.rows
@@ -112,7 +112,7 @@ class Importance(Probe):
                 for coefficient in COEFFICIENTS:
                     found = within(values, worth["loss"], coefficient)
                     findings.append(Finding.mean(f"{coefficient}/{scorer}", found, layer=layer, chance=0.0))
-                    if self.dense:
+                    if "dense.loss" in arrays:
                         found = within(values, arrays["dense.loss"], coefficient)
                         findings.append(
                             Finding.mean(f"{coefficient}/{scorer}_and_dense", found, layer=layer, chance=0.0)

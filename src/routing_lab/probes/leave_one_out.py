@@ -14,11 +14,12 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, log_softmax
+from torch.nn.functional import log_softmax
 
+from routing_lab.probes.base import loss_of, over_targets
 from routing_lab.routing.layer import RoutedLayer, SelectionEdit
 from routing_lab.routing.model import Entering, RoutedModel
-from routing_lab.routing.tokens import Selection
+from routing_lab.routing.tokens import Layout, Selection, Tokens
 
 Operation = Literal["force_skip", "force_skip_refill", "force_keep", "drop_input", "drop_at_layer"]
 Loss = Callable[[Any, Tensor], Tensor]
@@ -35,6 +36,7 @@ def leave_one_out(
     *,
     loss: Loss | None = None,
     sample_ids: Tensor | None = None,
+    segments: Tensor | None = None,
     rows: int = 256,
 ) -> Tensor:
     """How much the loss of each sample rises when one of its tokens is left out; positive: the token helped.
@@ -49,8 +51,9 @@ def leave_one_out(
             less that with a bypassed token in the kept set besides; `drop_input`: the token is deleted after the
             embedding, the others keep their positions, and all layers see one token less; `drop_at_layer`: it is
             deleted where it enters `layer`. Later layers choose anew in all of them.
-        loss: (output, targets) -> [B] loss of each sample; None: cross-entropy in nats.
-        sample_ids: as for the model's forward.
+        loss: (output, targets) -> [B] loss of each sample; None: cross-entropy in nats, of a text the mean over its
+            tokens.
+        sample_ids, segments: as for the model's forward.
         rows: how many (sample, token) pairs are computed at once.
 
     Returns [B, N] over the tokens that enter `layer` (or the first layer), in the precision of the loss: exactly 0
@@ -61,13 +64,21 @@ def leave_one_out(
         ValueError: for an unknown operation, a layer that is not there or not routed, or a deletion in a model with one
             output for each token.
     """
-    of = loss or _cross_entropy
+    of = loss or loss_of
 
     def rise(without: Any, complete: Any, targets: Tensor) -> Tensor:
         return of(without, targets) - of(complete, targets)
 
     return leave_one_out_effects(
-        model, inputs, targets, layer, operation, {"loss": rise}, sample_ids=sample_ids, rows=rows
+        model,
+        inputs,
+        targets,
+        layer,
+        operation,
+        {"loss": rise},
+        sample_ids=sample_ids,
+        segments=segments,
+        rows=rows,
     )["loss"]
 
 
@@ -80,6 +91,7 @@ def leave_one_out_effects(
     effects: Mapping[str, Effect],
     *,
     sample_ids: Tensor | None = None,
+    segments: Tensor | None = None,
     rows: int = 256,
 ) -> dict[str, Tensor]:
     """`leave_one_out` for several effects of the same forwards: name -> [B, N]."""
@@ -98,28 +110,29 @@ def leave_one_out_effects(
     model.eval()
     try:
         with torch.no_grad():
-            return _measured(model, inputs, targets, layer or 0, operation, effects, sample_ids, rows)
+            return _measured(model, inputs, targets, layer or 0, operation, effects, sample_ids, segments, rows)
     finally:
         model.train(was_training)
 
 
-# --- effects of a classifier ---
+# --- effects: of a class, or of the mean over the tokens of a text that count ---
 
 
 def loss_rise(without: Tensor, complete: Tensor, targets: Tensor) -> Tensor:
     """How much the cross-entropy rises, in nats."""
-    return _cross_entropy(without, targets) - _cross_entropy(complete, targets)
+    return loss_of(without, targets) - loss_of(complete, targets)
 
 
 def logit_fall(without: Tensor, complete: Tensor, targets: Tensor) -> Tensor:
-    """How much the logit of the true class falls."""
-    return (complete - without).gather(1, targets.unsqueeze(1)).squeeze(1)
+    """How much the logit of the true class, or of the next token, falls."""
+    fall = (complete - without).gather(-1, targets.clamp_min(0).unsqueeze(-1)).squeeze(-1)
+    return over_targets(fall, targets)
 
 
 def divergence(without: Tensor, complete: Tensor, targets: Tensor) -> Tensor:
     """KL(p || q) of the predictions p with and q without the token, in nats."""
-    p, q = log_softmax(complete, dim=1), log_softmax(without, dim=1)
-    return (p.exp() * (p - q)).sum(dim=1)
+    p, q = log_softmax(complete, dim=-1), log_softmax(without, dim=-1)
+    return over_targets((p.exp() * (p - q)).sum(dim=-1), targets)
 
 
 EFFECTS: Mapping[str, Effect] = {"loss": loss_rise, "logit": logit_fall, "kl": divergence}
@@ -136,9 +149,13 @@ def _measured(
     operation: Operation,
     effects: Mapping[str, Effect],
     sample_ids: Tensor,
+    segments: Tensor | None,
     rows: int,
 ) -> dict[str, Tensor]:
-    tokens, context = model.embed(inputs)
+    def embedded(row: Tensor | slice) -> tuple[Tokens, Any]:
+        return model.embed(inputs[row], None if segments is None else Layout(segment=segments[row]))
+
+    tokens, context = embedded(slice(None))
     entering: list[Entering] = []
     state = model.run_state(tokens, sample_ids=sample_ids)
     left, trace = model.forward_from(Entering(0, tokens), context, state, seen=entering)
@@ -158,7 +175,7 @@ def _measured(
     found: dict[str, Tensor] = {}
     for row_sample, row_token in zip(sample.split(rows), token.split(rows), strict=True) if len(sample) else ():
         begin = start.take(row_sample)
-        row_tokens, row_context = model.embed(inputs[row_sample])
+        row_tokens, row_context = embedded(row_sample)
         edits: dict[int, SelectionEdit] = {}
         if deletes:
             present = mask[row_sample]
@@ -181,10 +198,6 @@ def _measured(
             found[name][row_sample, row_token] = values
     empty = torch.full(mask.shape, float("nan") if deletes else 0.0, device=inputs.device)
     return {name: found.get(name, empty) for name in effects}
-
-
-def _cross_entropy(output: Tensor, targets: Tensor) -> Tensor:
-    return cross_entropy(output, targets, reduction="none")
 
 
 def _edit(model: RoutedModel, layer: int, operation: Operation, token: Tensor) -> SelectionEdit:

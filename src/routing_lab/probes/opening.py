@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -66,17 +67,23 @@ def build(settings: Mapping[str, Any]) -> Asked:
 def run_on(asked: Asked, folder: Path, progress: Progress | None = None) -> tuple[dict[str, Any], bool]:
     """`run_probe` on the model and the data of a finished run; raises ValueError where the run cannot be opened."""
     run = open_run(folder)
-    masks = None if run.data.masks is None else torch.as_tensor(run.data.masks).flatten(1)
-
-    def examples(index: Tensor) -> Examples:
-        inputs, targets, found = run.data.examples(index)
-        return Examples(inputs, targets, found, None if masks is None else masks[index])
-
     subject = Subject(
-        run.record["name"], run.record["run_id"], folder, run.model, examples, run.data.split[asked.split]
+        run.record["name"],
+        run.record["run_id"],
+        folder,
+        run.model,
+        partial(_examples, run.data),
+        run.data.split[asked.split],
     )
     options = {**asked.options, "split": asked.split}
     return run_probe(asked.name, asked.probe, options, subject, asked.sample, rerun=asked.rerun, progress=progress)
+
+
+def _examples(data: Any, index: Tensor) -> Examples:
+    """The examples with these numbers, whatever they are: a batch begins with inputs, targets and numbers."""
+    batch = data.examples(index)
+    masks = None if data.masks is None else torch.as_tensor(data.masks).flatten(1)[index]
+    return Examples(*batch[:3], masks, getattr(batch, "segments", None))
 
 
 def _problem(section: str, detail: Any) -> Problem:
@@ -87,7 +94,7 @@ def _problem(section: str, detail: Any) -> Problem:
 
 
 def look(folders: Sequence[Path], out: Path, count: int = 16, seed: int = 0) -> Path:
-    """A page of what finished runs did with the same test images, see `pictures.write_page`.
+    """A page of what finished runs did with the same test images or texts, see `pictures.write_page`.
 
     Raises:
         ValueError: a run that cannot be opened, or runs whose data differ.
@@ -97,12 +104,16 @@ def look(folders: Sequence[Path], out: Path, count: int = 16, seed: int = 0) -> 
     if len(prints) > 1:
         raise ValueError("the runs have different data: one page shows the same images for all of them")
     data = runs[0].data
-    images, targets, index = data.examples(Sample(count, seed).indices(data.split["test"]))
-    shown = [picture(run.model, Examples(images, targets, index), run.record["name"]) for run in runs]
-    names = [str(name) for name in data.class_names]
-    captions = [f"test image {i}, class {names[c]}" for i, c in zip(index.tolist(), targets.tolist(), strict=True)]
+    some = _examples(data, Sample(count, seed).indices(data.split["test"]))
+    shown = [picture(run.model, some, run.record["name"]) for run in runs]
     title = "What every layer kept: " + ", ".join(item.label for item in shown)
-    return write_page(out, images, shown, title=title, captions=captions, class_names=names)
+    numbers = some.index.tolist()
+    if some.targets.dim() == 2:
+        texts = [[data.encoding.decode([token]) for token in row] for row in some.inputs.tolist()]
+        return write_page(out, texts, shown, title=title, captions=[f"test text {number}" for number in numbers])
+    names = [str(name) for name in data.class_names]
+    captions = [f"test image {i}, class {names[c]}" for i, c in zip(numbers, some.targets.tolist(), strict=True)]
+    return write_page(out, some.inputs, shown, title=title, captions=captions, class_names=names)
 
 
 def table(content: Mapping[str, Any]) -> str:

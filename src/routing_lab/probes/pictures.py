@@ -90,7 +90,7 @@ def _states(trace: Trace, layer: int, position: Tensor, computed: Tensor) -> Ten
 
 def write_page(
     path: Path | str,
-    images: Tensor,
+    images: Tensor | Sequence[Sequence[str]],
     pictures: Sequence[Picture],
     *,
     title: str,
@@ -102,7 +102,8 @@ def write_page(
 
     Args:
         path: of the page.
-        images: [B, C, H, W], in any range; each is stretched to its own.
+        images: [B, C, H, W], in any range; each is stretched to its own. Or texts, each as its tokens, which are then
+            what is called patches elsewhere.
         pictures: one an arm, all of these images.
         title: heading of the page.
         captions: one an image.
@@ -113,13 +114,15 @@ def write_page(
         ValueError: the patches make no square and no grid is given.
     """
     count = pictures[0].states.shape[2]
-    rows, columns = grid or _square(count)
+    are_texts = not isinstance(images, Tensor)
+    rows, columns = (1, count) if are_texts else grid or _square(count)
     data = {
         "rows": rows,
         "columns": columns,
         "layers": max(item.states.shape[1] for item in pictures),
         "states": list(STATES),
-        "images": [_data_url(image) for image in images],
+        "unit": "tokens" if are_texts else "patches",
+        "images": [list(image) if are_texts else _data_url(image) for image in images],
         "captions": [str(text) for text in captions],
         "first": min((layer for item in pictures for layer in item.routed), default=0),
         "arms": [_arm(item, class_names) for item in pictures],

@@ -11,7 +11,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from routing_lab.probes.base import Arrays, Examples, Finding, Probe, kept_patches, losses_of, patch_scores, traced
+from routing_lab.probes.base import (
+    Arrays,
+    Examples,
+    Finding,
+    Probe,
+    kept_patches,
+    loss_of,
+    over_targets,
+    patch_scores,
+    traced,
+)
 from routing_lab.probes.metrics import jaccard, position_predictability, within
 from routing_lab.routing.model import RoutedModel
 
@@ -42,7 +52,7 @@ class SelectionBehaviour(Probe):
             "scores": patch_scores(trace, layers),
             "kept_in_training": kept_patches(training, layers),
         }
-        arrays["loss"] = losses_of(output, examples)
+        arrays["loss"] = loss_of(output.float(), examples.targets).cpu().numpy()
         if examples.targets.dim() == 1:
             arrays["target"] = examples.targets.cpu().numpy()
         return arrays
@@ -79,8 +89,8 @@ class SelectionBehaviour(Probe):
 
 @dataclass(frozen=True)
 class CapacitySweep(Probe):
-    """Accuracy of one checkpoint at other budgets, without training: `accuracy_at_<f>` and the kept
-    tokens of a routed layer, `tokens_at_<f>`.
+    """Accuracy of one checkpoint at other budgets, without training: `accuracy_at_<f>`, of a text that of its tokens,
+    and the kept tokens of a routed layer, `tokens_at_<f>`.
 
     Args:
         fractions: of the tokens, each in (0, 1].
@@ -105,8 +115,8 @@ class CapacitySweep(Probe):
                 for capacity in capacities:
                     capacity.fraction = fraction
                 output, trace = traced(model, examples)
-                correct = output.argmax(dim=-1) == examples.targets
-                found[f"correct_{fraction:g}"] = correct.cpu().numpy()
+                correct = (output.argmax(dim=-1) == examples.targets).double()
+                found[f"correct_{fraction:g}"] = over_targets(correct, examples.targets).cpu().numpy()
                 kept = torch.stack([trace[layer].counts for layer in model.routed_layers]).double().mean(dim=0)
                 found[f"kept_{fraction:g}"] = kept.cpu().numpy()
         finally:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from routing_lab.attention import AttentionMap
 from routing_lab.attention.maps import slices
-from routing_lab.probes.base import Arrays, Examples, Finding, Probe, kept_patches, losses_of, traced
+from routing_lab.probes.base import Arrays, Examples, Finding, Probe, kept_patches, loss_of, traced
 from routing_lab.probes.metrics import Array, entropy, gini, pooled_interval, share, top_share
 from routing_lab.routing.model import RoutedModel
 from routing_lab.routing.tokens import Positioned
@@ -87,7 +87,7 @@ class AttentionStructure(Probe):
         arrays = {
             "source": np.tile(np.array([model.sources.get(layer, layer) for layer in routed], np.int64), (batch, 1)),
             "routed": np.tile(np.array(routed, dtype=np.int64), (batch, 1)),
-            "loss": losses_of(output, examples),
+            "loss": loss_of(output.float(), examples.targets).cpu().numpy(),
             "head_variance": np.stack(
                 [missing[:, 0] if layer is None else head_variance(layer.received) for layer in layers], axis=1
             ),
