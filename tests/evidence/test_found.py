@@ -6,6 +6,7 @@ import csv
 import json
 import re
 import shutil
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -13,7 +14,17 @@ import pytest
 from tests.evidence.test_sensitivity import MARGIN, WHOLE
 from tests.evidence.test_study import content, write_study
 
-from routing_lab.evidence.found import BEGIN, END, committed, found_section, sentence, with_section, write_evidence
+from routing_lab.evidence.effects import Effect
+from routing_lab.evidence.found import (
+    BEGIN,
+    END,
+    Committed,
+    committed,
+    found_section,
+    sentence,
+    with_section,
+    write_evidence,
+)
 from routing_lab.evidence.registration import Cell, append, register
 from routing_lab.evidence.study import StudyError, parse_study
 from routing_lab.runs.records import read_records
@@ -60,6 +71,12 @@ def without_figures(text: str) -> str:
     return re.sub(r"<svg.*?</svg>", "<svg>", text, flags=re.DOTALL)
 
 
+def with_effect(study: Committed, effect: Effect) -> Committed:
+    """A committed study one of whose effects is another one."""
+    (result,) = study.results
+    return replace(study, results=(replace(result, effects={**result.effects, effect.name: effect}),))
+
+
 def commit(results: Path, name: str, accuracy: dict[str, float]) -> None:
     """A registered study with its runs, as it would be committed."""
     runs = results / f"{name}.toy" / "runs"
@@ -88,8 +105,8 @@ def test_no_study_one_or_several(tmp_path: Path) -> None:
     written = write_evidence(tmp_path, readme)
     assert {path.parent.name for path in written} == {"one.toy", "two.toy", "sweep", "results", tmp_path.name}
     page, section = (tmp_path / "results" / "README.md").read_text(), readme.read_text()
-    assert "| [one](one.toy/report.md) | toy | supports | better |" in page
-    assert "| [sweep](sweep/report.md) | - | no study | 30 runs and their tables |" in page
+    assert "| [one.toy](one.toy/report.md) | one | toy | supports | better |" in page
+    assert "| [sweep](sweep/report.md) | - | - | no study | 30 runs and their tables |" in page
     assert "**Supports**: Attention is better. (a paper)" in page
     assert 'Claim "Attention is better." (a paper): **supports**, at toy scale only' in section
     assert section.startswith(f"# x\n{BEGIN}\n- **[one]")
@@ -112,6 +129,9 @@ def test_every_sentence_says_where_it_holds_and_what_is_excluded(tmp_path: Path)
     equal = other.results[0].effects["source at none"]
     assert "within the margin of 1.00 points" in sentence(other.results[0], equal)
     assert "toy scale" in found_section([study], [])
+    dearer = replace(result.effects["source at none"], unequal="cost 2.12 times")
+    assert sentence(result, dearer).endswith("; not at equal cost: cost 2.12 times.")
+    assert "n=6 (cost 2.12 times)" in found_section([with_effect(study, dearer)], [])
 
 
 def test_a_readme_without_the_lines_is_refused() -> None:

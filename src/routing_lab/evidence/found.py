@@ -15,7 +15,7 @@ from typing import Any
 from routing_lab.evidence import formatting
 from routing_lab.evidence.claims import NOT_RUN, Claim, ClaimFinding, judge, load_claims
 from routing_lab.evidence.effects import Effect, describe
-from routing_lab.evidence.registration import Plan, read_plans
+from routing_lab.evidence.registration import read_plans
 from routing_lab.evidence.report import build_report, write_report
 from routing_lab.evidence.sections import facts_table
 from routing_lab.evidence.study import StudyError
@@ -34,7 +34,6 @@ class Committed:
 
     folder: Path
     records: tuple[Mapping[str, Any], ...]
-    plans: tuple[Plan, ...]
     results: tuple[StudyResult, ...]
 
     @property
@@ -49,7 +48,7 @@ def committed(results: Path) -> list[Committed]:
     for folder in sorted(path.parent for path in results.glob("*/runs") if path.is_dir()):
         records, plans = read_records(folder / "runs"), read_plans(folder / "runs")
         judged = tuple(evaluate(plan.study, records, plan=plan) for plan in plans)
-        found.append(Committed(folder, tuple(records), tuple(plans), judged))
+        found.append(Committed(folder, tuple(records), judged))
     return found
 
 
@@ -67,7 +66,7 @@ def write_evidence(experiments: Path, readme: Path) -> list[Path]:
     written = []
     for study in studies:
         own = [claim for claim in claims if {t.study for t in claim.tests} & {r.study.name for r in study.results}]
-        report = build_report(study.records, plans=study.plans, claims=own, title=study.name)
+        report = build_report(study.records, results=study.results, claims=own, title=study.name)
         written += write_report(report, study.folder)
     (experiments / "results").mkdir(exist_ok=True)
     written.append(write_text(experiments / "results" / "README.md", results_page(studies, claims)))
@@ -99,7 +98,7 @@ def with_section(text: str, section: str, name: str = "README") -> str:
 
 
 def sentence(result: StudyResult, effect: Effect) -> str:
-    """What an effect was found to be, where, and what is excluded or could not have been seen."""
+    """What an effect was found to be, where, at which cost, and what is excluded or could not have been seen."""
     where = setting(result)
     if effect.refusal or effect.insensitive:
         return f"{effect.name}: {effect.refusal or effect.insensitive} ({where})."
@@ -123,6 +122,8 @@ def sentence(result: StudyResult, effect: Effect) -> str:
             text += f", and one of {size}{unit} would have been found with probability 0.8"
     elif effect.state_text == "equivalent":
         text += f"; it lies within the margin of {shown(effect.margin, signed=False)}{unit}"
+    if effect.unequal:
+        text += f"; not at equal cost: {effect.unequal}"
     return f"{text}."
 
 
@@ -164,8 +165,9 @@ def _sentences(result: StudyResult) -> list[str]:
 
 
 def _outcomes(result: StudyResult) -> str:
-    """What every effect that the rules read was found to be, in one line."""
-    return "; ".join(describe(result.effects[name]) for name in result.study.read_effects)
+    """What every effect that the rules read was found to be, and at which cost, in one line."""
+    effects = [result.effects[name] for name in result.study.read_effects]
+    return "; ".join(f"{describe(e)}{f' ({e.unequal})' if e.unequal else ''}" for e in effects)
 
 
 def _grounds(finding: ClaimFinding) -> list[str]:

@@ -47,6 +47,7 @@ def build_report(
     *,
     plans: Iterable[Plan] = (),
     studies: Iterable[Study] = (),
+    results: Sequence[StudyResult] = (),
     claims: Sequence[Claim] = (),
     title: str = "routing_lab report",
 ) -> Report:
@@ -57,14 +58,14 @@ def build_report(
         plans: planned studies; each is judged by the runs that its plan names.
         studies: studies without a plan, judged by what the records say of study and arm; those without records are
             left out, and so are those that have a plan.
+        results: studies that have been judged by these records, in the place of their plans.
         claims: judged by all these studies.
         title: heading of the report.
     """
-    plans = list(plans)
     pilots = [record for record in records if is_pilot(record)]
     records = [record for record in records if not is_pilot(record)]
-    results = [evaluate(plan.study, records, plan=plan) for plan in plans]
-    planned = {plan.study.name for plan in plans}
+    results = [*results, *(evaluate(plan.study, records, plan=plan) for plan in plans)]
+    planned = {result.study.name for result in results}
     for study in studies:
         if study.name not in planned:
             results += _unplanned(study, records)

@@ -25,7 +25,7 @@ SINGLE_RUN = "single run"
 """Stamp of a result with fewer than `MIN_SEEDS` seeds."""
 
 MIN_SEEDS = 3
-REPLICATES = 10_000
+REPLICATES = 2_000
 """Replicates of every bootstrap, fixed in advance."""
 
 MAX_EXACT_SIGNS = 20

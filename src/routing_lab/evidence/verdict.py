@@ -111,12 +111,10 @@ def evaluate(
     arms = study_arms(study, records, scale=scale, plan=plan)
     looks = planned_looks(study, own)
     chosen = _judged(study, arms, looks[0], plan)
-    for look in looks:
-        if _missing(study, arms, look.seeds):
+    for look in looks[1:]:
+        if chosen[1].name != "inconclusive" or _missing(study, arms, look.seeds):
             break
         chosen = _judged(study, arms, look, plan)
-        if chosen[1].name != "inconclusive":
-            break
     effects, verdict, controls, look, used = chosen
     comparisons = {name: _comparison(study, name, used, effects) for name in study.contrasts}
     labels = sorted({scale_label(record) for arm in arms.values() for record in arm.finished.values()})
