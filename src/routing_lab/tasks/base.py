@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from routing_lab.config.training import ALL_ROUTERS
 from routing_lab.cost.measure import vision_shape
 from routing_lab.data import build_data
-from routing_lab.routing.measures import informative_kept
 from routing_lab.streams import stream_seed
 from routing_lab.tasks.auxiliary import AuxiliaryLosses
+from routing_lab.tasks.meters import RoutingMeter, Totals
 
 if TYPE_CHECKING:
     from timm.scheduler.scheduler import Scheduler
@@ -105,8 +105,8 @@ class Task(pl.LightningModule):
         self.predictions: dict[str, np.ndarray] = {}
         self.masks: Tensor | None = None
         self._teacher = [] if teacher is None else [teacher.eval().requires_grad_(False)]
-        self._train_totals: Totals = Totals()
-        self._val_totals: Totals = Totals()
+        self._train_totals = Totals()
+        self._val_totals = Totals()
         self._test_batches: list[dict[str, Tensor]] = []
         self._total_steps = 1
         if train.compile:
@@ -219,15 +219,15 @@ class Task(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss, totals, terms = self.objective(batch)
         with torch.no_grad():
-            self._train_totals.add(totals, {"loss": loss, **{f"loss_{name}": term for name, term in terms.items()}})
+            self._train_totals.update(totals, {"loss": loss, **{f"loss_{name}": term for name, term in terms.items()}})
         return loss
 
     def _close_training_epoch(self) -> None:
         """Reduce the epoch's totals, before validation meets weights that are not finite."""
-        if self._train_totals.empty:
+        if not self._train_totals.update_called:
             return
-        self._train_totals.reduce(self.trainer.strategy)
-        self.num_examples = int(self._train_totals.count)
+        self._train_totals.sync(should_sync=self.trainer.world_size > 1)
+        self.num_examples = int(self._train_totals.sums()["examples"])
         means = self._train_totals.named("train", self.metrics_of)
         self.measured |= means
         if not np.isfinite(means["train/loss"]):
@@ -243,14 +243,13 @@ class Task(pl.LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         arrays, trace = self.examples(batch)
-        self._val_totals.add(self.totals(arrays))
+        self._val_totals.update(self.totals(arrays))
         self.routing.update(trace, **self.told(arrays["index"]))
         return {"trace": trace}
 
     def on_validation_epoch_end(self) -> None:
-        if self.trainer.world_size > 1:
-            self.routing.reduce(self.trainer.strategy)
-            self._val_totals.reduce(self.trainer.strategy)
+        for meter in (self.routing, self._val_totals):
+            meter.sync(should_sync=self.trainer.world_size > 1)
         self.measured |= self._val_totals.named("val", self.metrics_of)
 
     def on_test_epoch_start(self) -> None:
@@ -310,138 +309,6 @@ class Task(pl.LightningModule):
             for group in self.trainer.optimizers[0].param_groups:
                 if group["part"] == "backbone":
                     group["lr"] = 0.0
-
-
-class Totals:
-    """Sums over the batches of an epoch, in double precision, so that they are the same however many processes share
-    the examples. They stay on the device until they are asked for.
-    """
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget everything."""
-        self._names: list[str] = []
-        self._means: list[str] = []
-        self._sums: Tensor | None = None
-
-    @property
-    def empty(self) -> bool:
-        """Whether nothing was added."""
-        return self._sums is None
-
-    @property
-    def count(self) -> float:
-        """The total `examples`."""
-        return self._values()["examples"]
-
-    def add(self, totals: Mapping[str, Tensor], means: Mapping[str, Tensor] = MappingProxyType({})) -> None:
-        """Add a batch's totals, and means over its `examples`."""
-        count = totals["examples"]
-        self._names, self._means = list(totals), list(means)
-        values = [*totals.values(), *(mean.detach() * count for mean in means.values())]
-        sums = torch.stack([value.double() if value.device.type != "mps" else value.float() for value in values])
-        self._sums = sums if self._sums is None else self._sums + sums
-
-    def reduce(self, strategy: Any) -> None:
-        """Sum over the processes of a multi-device run."""
-        if self._sums is not None:
-            self._sums = strategy.reduce(self._sums.to(strategy.root_device), reduce_op="sum")
-
-    def named(self, split: str, metrics_of: Any) -> dict[str, float]:
-        """The metrics of a split under their keys in a record; what was added as a mean is one, and wins."""
-        if self._sums is None:
-            return {}
-        values = self._values()
-        means = {name: values[name + _MEAN] / values["examples"] for name in self._means}
-        found = metrics_of({name: value for name, value in values.items() if not name.endswith(_MEAN)})
-        return {f"{split}/{name}": value for name, value in (found | means).items()}
-
-    def _values(self) -> dict[str, float]:
-        assert self._sums is not None
-        names = [*self._names, *(name + _MEAN for name in self._means)]
-        return dict(zip(names, self._sums.tolist(), strict=True))
-
-
-_MEAN = " x examples"
-
-
-class RoutingMeter:
-    """Accumulates what routing did over the batches of one evaluation pass.
-
-    Args:
-        layers: zero-based indices of the routed layers.
-    """
-
-    def __init__(self, layers: Iterable[int]) -> None:
-        self.layers = list(layers)
-        self._sums: Tensor | None = None
-
-    def reset(self) -> None:
-        """Forget everything."""
-        self._sums = None
-
-    def update(self, trace: Any, informative: Tensor | None = None) -> None:
-        """Add one batch's trace; informative: [B, P] bool, the patches that decide the class, where the data know."""
-        if not self.layers:
-            return
-        rows = torch.stack([_layer_sums(trace[layer]) for layer in self.layers])
-        # Where routing rests in evaluation there is nothing to find again.
-        if informative is not None and trace[self.layers[0]].scores is not None:
-            found = informative_kept(trace, informative).sum(dim=1, keepdim=True)
-            rows = torch.cat([rows, found, informative.sum().expand_as(found)], dim=1)
-        rows = rows.cpu().double()
-        self._sums = rows if self._sums is None else self._sums + rows
-
-    def reduce(self, strategy: Any) -> None:
-        """Sum over the processes of a multi-device run."""
-        if self._sums is not None:
-            self._sums = strategy.reduce(self._sums.to(strategy.root_device), reduce_op="sum").cpu()
-
-    def kept_fraction(self) -> dict[int, float]:
-        """Kept over entering tokens of each routed layer; remaining over entering ones where tokens are removed."""
-        return self._ratio(3, 1)
-
-    def update_ratio(self) -> dict[int, float]:
-        """Mean absolute multiplier of the kept tokens' updates at each routed layer; 1 where nothing is multiplied.
-
-        With A-MoD's raw attention scores (Eq. 4) in MoD's output rule (Eq. 2) it is about 1/N.
-        """
-        return self._ratio(2, 0)
-
-    def informative_recall(self) -> dict[int, float]:
-        """Share of the patches that decide the class which each routed layer keeps; empty where the data do not know.
-
-        A router that knows nothing keeps about `kept_fraction` of them.
-        """
-        return self._ratio(4, 5)
-
-    def metrics(self) -> dict[str, float]:
-        """What counts as a metric of the split, by name."""
-        recall = self.informative_recall()
-        return {"informative_recall": sum(recall.values()) / len(recall)} if recall else {}
-
-    def section(self) -> dict[str, Any]:
-        """The record's section `routing`."""
-        recall = self.informative_recall()
-        return {
-            "routed_layers": self.layers,
-            "index_base": 0,
-            "kept_fraction": self.kept_fraction(),
-            "update_ratio": self.update_ratio(),
-            **({"informative_recall": recall} if recall else {}),
-        }
-
-    def _ratio(self, above: int, below: int) -> dict[int, float]:
-        if self._sums is None or self._sums.shape[1] <= max(above, below):
-            return {}
-        sums = self._sums.tolist()
-        return {
-            layer: row[above] / row[below]
-            for layer, row in zip(self.layers, sums, strict=True)
-            if row[below]  # no token reaches a layer behind which all have halted
-        }
 
 
 def build_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.Optimizer:
@@ -541,12 +408,3 @@ def _groups(model: Any, train: TrainConfig) -> list[dict[str, Any]]:
     routers = param_groups_weight_decay(model.layers, train.weight_decay)
     groups += [{**group, "part": "router", "lr_scale": 1.0} for group in routers]
     return [group for group in groups if group["params"]]
-
-
-def _layer_sums(layer: Any) -> Tensor:
-    """Kept tokens, entering tokens, sum of absolute multipliers, tokens that the routed part computes."""
-    kept, entering, treated = (count.sum().float() for count in (layer.counts, layer.entering, layer.treated))
-    multipliers = kept
-    if layer.gate is not None:
-        multipliers = layer.gate.abs().float().masked_fill(layer.kept < 0, 0.0).sum()
-    return torch.stack([kept, entering, multipliers, treated])
