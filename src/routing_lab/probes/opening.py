@@ -83,7 +83,8 @@ def _examples(data: Any, index: Tensor) -> Examples:
     """The examples with these numbers, whatever they are: a batch begins with inputs, targets and numbers."""
     batch = data.examples(index)
     masks = None if data.masks is None else torch.as_tensor(data.masks).flatten(1)[index]
-    return Examples(*batch[:3], masks, getattr(batch, "segments", None))
+    inputs, targets, numbers = batch[:3]
+    return Examples(inputs, targets, numbers, masks, getattr(batch, "segments", None))
 
 
 def _problem(section: str, detail: Any) -> Problem:

@@ -115,6 +115,7 @@ def write_page(
     """
     count = pictures[0].states.shape[2]
     are_texts = not isinstance(images, Tensor)
+    shown = [_data_url(image) for image in images] if isinstance(images, Tensor) else [list(text) for text in images]
     rows, columns = (1, count) if are_texts else grid or _square(count)
     data = {
         "rows": rows,
@@ -122,7 +123,7 @@ def write_page(
         "layers": max(item.states.shape[1] for item in pictures),
         "states": list(STATES),
         "unit": "tokens" if are_texts else "patches",
-        "images": [list(image) if are_texts else _data_url(image) for image in images],
+        "images": shown,
         "captions": [str(text) for text in captions],
         "first": min((layer for item in pictures for layer in item.routed), default=0),
         "arms": [_arm(item, class_names) for item in pictures],
