@@ -209,7 +209,7 @@ def run(planned: PlannedStudy) -> int:
             code, failed = _launch(planned, missing)
         failed = failed or _probe(planned)
         result = _judge(planned)
-        if code or failed or (result.verdict.is_complete and result.verdict.name != "inconclusive"):
+        if code or failed or result.verdict.ends_looks:
             break
     _print_verdict(planned, result)
     if failed:

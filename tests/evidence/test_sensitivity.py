@@ -140,3 +140,14 @@ def test_a_rule_that_cannot_be_met_is_named_beside_the_verdict(tmp_path: Path) -
 def test_a_stated_look_decides_and_later_cells_change_nothing(tmp_path: Path) -> None:
     result = judged(tmp_path, ACCURACY, seeds={"first": 4, "step": 2, "most": 12})
     assert (result.verdict.name, len(result.look.seeds)) == ("supports", 4)
+
+
+def test_a_control_that_an_early_look_cannot_show_is_given_its_further_seeds(tmp_path: Path) -> None:
+    controls = {"positive": {"papers": 0.01}}
+    looks = {"first": 3, "step": 3, "most": 6}
+    early = judged(tmp_path / "early", ACCURACY, spread=0.004, controls=controls, seeds=[0, 1, 2])
+    assert early.verdict.name == "supports"
+    later = judged(tmp_path / "later", ACCURACY, spread=0.004, controls=controls, seeds=looks)
+    assert (later.verdict.name, len(later.look.seeds)) == ("supports", 6)
+    blind = judged(tmp_path / "blind", ACCURACY, spread=0.004, controls={"positive": {"papers": 0.2}}, seeds=looks)
+    assert (blind.verdict.name, len(blind.look.seeds)) == ("insensitive", 6)

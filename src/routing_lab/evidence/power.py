@@ -202,14 +202,12 @@ def _judged(
         strict=True,
     )
     otherwise, inconclusive, insensitive = range(len(branches), len(branches) + 3)
-    verdicts = np.full(draws, inconclusive)
-    ended = np.full(draws, sizes[-1])
+    verdicts, ended = np.full((2, draws), sizes[-1])
     is_open = np.ones(draws, bool)
     for n, two_sided, one_sided in looks:
         here = _verdicts(study, names, effects[:, :n], two_sided, one_sided)
-        ends = is_open & (here != inconclusive)
-        verdicts[ends], ended[ends] = here[ends], n
-        is_open &= ~ends
+        verdicts[is_open], ended[is_open] = here[is_open], n
+        is_open &= here >= inconclusive
     truth = dict(zip(names, true.tolist(), strict=True))
     is_true = [branch.is_true_of(truth, study.margin_size, study.directions) for branch in branches]
     rates = np.bincount(verdicts, minlength=insensitive + 1) / draws

@@ -51,6 +51,13 @@ class Verdict:
     rule: int | None = None
 
     @property
+    def ends_looks(self) -> bool:
+        """Whether a study with looks ends here. More seeds may bring out an effect that its rules read, and a positive
+        control, which is judged at the same strict levels of an early look.
+        """
+        return self.is_complete and self.name not in ("inconclusive", "insensitive")
+
+    @property
     def heading(self) -> str:
         """The word of the verdict, with what it must not be read without."""
         if not self.is_complete:
@@ -112,7 +119,7 @@ def evaluate(
     looks = planned_looks(study, own)
     chosen = _judged(study, arms, looks[0], plan)
     for look in looks[1:]:
-        if chosen[1].name != "inconclusive" or _missing(study, arms, look.seeds):
+        if chosen[1].ends_looks or _missing(study, arms, look.seeds):
             break
         chosen = _judged(study, arms, look, plan)
     effects, verdict, controls, look, used = chosen
