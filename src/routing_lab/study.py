@@ -4,7 +4,7 @@ The study file is checked, then every arm is composed and checked, and contrasts
 The study is registered before the first cell trains: its text, overrides, seeds, cells and versions, dated, in a file
 that is only ever added to. Cells that have finished are not run again. The missing ones go through Hydra's launchers,
 look by look where the study has several, and the verdict is computed from the records. `--plan` lists the cells, their
-state and what they are expected to cost, and runs nothing.
+state and what they are expected to cost, and runs nothing; data and weights need not be on this machine for that.
 
 `--pilot` runs every arm under a few seeds set apart, which never count, and tells what the planned seeds can find at
 the spread that it measures, and how long they take; `--plan` tells it again from the pilot's records.
@@ -62,7 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     options = _parser().parse_intermixed_args(sys.argv[1:] if arguments is None else list(arguments))
     import_from_here()
     try:
-        planned = plan_study(Path(options.study), options.overrides, options.config_dir, options.amend)
+        planned = plan_study(
+            Path(options.study), options.overrides, options.config_dir, options.amend, here=not options.plan
+        )
     except (StudyError, ConfigError, RecordError) as error:
         print(lines_of(error), file=sys.stderr)
         sys.exit(2)
@@ -102,7 +104,12 @@ class PlannedStudy:
 
 
 def plan_study(
-    path: Path, overrides: Sequence[str] = (), config_dir: str | None = None, reason: str = ""
+    path: Path,
+    overrides: Sequence[str] = (),
+    config_dir: str | None = None,
+    reason: str = "",
+    *,
+    here: bool = True,
 ) -> PlannedStudy:
     """Read a study file and check it, every arm and every contrast; compare it with its registration, if it has one.
 
@@ -111,6 +118,7 @@ def plan_study(
         overrides: `scale=...` (default: the first scale of the file), overrides of every arm, and Hydra's own.
         config_dir: folder with further members, as for training.
         reason: why the study is changed after cells have finished.
+        here: it is to run here, so that data and weights must be on this machine.
 
     Raises:
         StudyError: the file, a contrast or a factor is not sound, or the study differs from what was registered.
@@ -127,11 +135,11 @@ def plan_study(
     extra = [text for text in overrides if text not in hydra and not text.startswith("scale=")]
     _refuse_own_keys(study, extra)
     composer = Composer(config_dir)
-    loaded = _checked_arms(study, scale, extra, hydra, composer)
+    compose = partial(_composed, study, scale, extra, hydra, composer, here)
+    loaded = _checked_arms(study, scale, compose)
     _check_metric(study, loaded)
     check_arms(study, {arm: arm_loaded.resolved for arm, arm_loaded in loaded.items()})
     planned = study.planned_cells(scale)
-    compose = partial(_composed, study, scale, extra, hydra, composer)
     cells, folders, jobs = _cells(study, scale, planned, loaded, compose, [*extra, f"study={study.key(scale)}"])
     runs = Path(next(iter(loaded.values())).config.paths.runs)
     if (obstacle := unwritable(runs)) is not None:
@@ -159,7 +167,7 @@ def pilot_of(planned: PlannedStudy, seeds: Sequence[int]) -> PlannedStudy:
     """The cells of a study's pilot, in a folder of their own and with seeds that no verdict counts."""
     study, scale, runs = planned.plan.study, planned.plan.scale, pilot_folder(planned.runs)
     overrides = [*planned.overrides, f"study={pilot_key(study, scale)}", f"paths.runs={runs}"]
-    compose = partial(_composed, study, scale, planned.overrides, planned.hydra, planned.composer)
+    compose = partial(_composed, study, scale, planned.overrides, planned.hydra, planned.composer, False)
     pairs = list(product(seeds, study.arms))
     cells, folders, jobs = _cells(study, scale, pairs, planned.arms, compose, overrides)
     plan = Plan(study, scale, tuple(cells))
@@ -189,6 +197,8 @@ def describe(planned: PlannedStudy) -> str:
     elif settings.spread is not None and plan.study.margin is not None:
         lines += power_lines(plan.study, plan.scale, settings.spread, settings.spread_from)
     lines += plan.lines() if plan_path(planned.runs, plan.study.name, plan.scale).exists() else []
+    absent = dict.fromkeys(problem for loaded in planned.arms.values() for problem in loaded.absent)
+    lines += [f"note: not on this machine: {problem}" for problem in absent]
     return "\n".join(lines + [f"note: {warning}" for warning in plan.study.warnings(plan.scale)])
 
 
@@ -283,14 +293,12 @@ def _check_metric(study: Study, loaded: Mapping[str, Loaded]) -> None:
         raise StudyError(study.name, [f"metric={study.metric!r}: no run records it; {hint}"])
 
 
-def _checked_arms(
-    study: Study, scale: str, extra: Sequence[str], hydra: Sequence[str], composer: Composer
-) -> dict[str, Loaded]:
+def _checked_arms(study: Study, scale: str, compose: Callable[[str, int], Loaded]) -> dict[str, Loaded]:
     loaded: dict[str, Loaded] = {}
     lines, problems = [], []
     for arm in study.arms:
         try:
-            loaded[arm] = _composed(study, scale, extra, hydra, composer, arm, study.planned_seeds(scale)[0])
+            loaded[arm] = compose(arm, study.planned_seeds(scale)[0])
         except ConfigError as error:
             problems += error.problems
             lines += [f"[{arm}] {line}" for line in str(error).splitlines()]
@@ -300,10 +308,17 @@ def _checked_arms(
 
 
 def _composed(
-    study: Study, scale: str, extra: Sequence[str], hydra: Sequence[str], composer: Composer, arm: str, seed: int
+    study: Study,
+    scale: str,
+    extra: Sequence[str],
+    hydra: Sequence[str],
+    composer: Composer,
+    here: bool,
+    arm: str,
+    seed: int,
 ) -> Loaded:
     own = [f"study={study.key(scale)}", f"arm={arm}", f"seed={seed}"]
-    return check_overrides(composer, [*hydra, *study.overrides(arm, scale, extra), *own])
+    return check_overrides(composer, [*hydra, *study.overrides(arm, scale, extra), *own], here=here)
 
 
 def _cells(
@@ -355,7 +370,8 @@ def _check_inputs(study: Study, cells: Sequence[Cell], folders: Sequence[Path], 
     """Refuse cells that were run over data or weights that have changed since."""
     lines = []
     for cell, folder in zip(cells, folders, strict=True):
-        record = RunFolder(folder).read_record() if cell.arm in loaded else None
+        is_here = cell.arm in loaded and not loaded[cell.arm].absent
+        record = RunFolder(folder).read_record() if is_here else None
         changed = [] if record is None else changed_inputs(record, loaded[cell.arm].config)
         lines += [f"[{cell.arm} seed={cell.seed}] {Problem.of(*problem)}" for problem in changed]
     if lines:

@@ -7,7 +7,7 @@ themselves. One that looks at whatever sections there are names `sections`, a ma
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from routing_lab.axes import AXES
@@ -17,7 +17,7 @@ from routing_lab.config.problems import Problem, alternatives, one_line
 Check = Callable[..., Iterator[Any]]
 
 
-def run_checks(sections: Mapping[str, Any], checks: tuple[Check, ...]) -> Iterator[Any]:
+def run_checks(sections: Mapping[str, Any], checks: Iterable[Check]) -> Iterator[Any]:
     """What the checks yield whose sections are all there."""
     known = {**sections, "sections": sections}
     for check in checks:

@@ -19,8 +19,8 @@ from routing_lab.config.checks import outside_members, run_checks
 from routing_lab.config.compose import Composer, plain
 from routing_lab.config.isoflop import with_baseline
 from routing_lab.config.problems import ConfigError, Problem, accepted_by, alternatives, from_validation, parts_of
-from routing_lab.config.refusals import REFUSALS
-from routing_lab.config.remarks import REMARKS
+from routing_lab.config.refusals import OF_THIS_MACHINE, REFUSALS
+from routing_lab.config.remarks import ABOUT_FILES, REMARKS
 from routing_lab.config.schema import Config
 from routing_lab.config.shapes import complete_shape
 from routing_lab.data.schema import DATA_SETS
@@ -37,12 +37,14 @@ class Loaded:
     """A checked configuration.
 
     config: typed, for attribute access. resolved: the same as plain values, whose hash is the run's identity.
-    warnings: remarks about combinations that run but mean less than they seem to.
+    warnings: remarks about combinations that run but mean less than they seem to. absent: files that it reads and that
+    are not on this machine, where that was no reason to refuse it.
     """
 
     config: Config
     resolved: dict[str, Any]
     warnings: list[str]
+    absent: tuple[Problem, ...] = ()
 
 
 def load(
@@ -62,8 +64,10 @@ def load(
     return check_overrides(Composer(config_dir), overrides, facts)
 
 
-def check_overrides(composer: Composer, overrides: Sequence[str], facts: BackboneFacts | None = None) -> Loaded:
-    """As `load`, with a composer that is there already."""
+def check_overrides(
+    composer: Composer, overrides: Sequence[str], facts: BackboneFacts | None = None, *, here: bool = True
+) -> Loaded:
+    """As `load`, with a composer that is there already; here: it is to run here, so that its files must be there."""
     config, problems = composer.compose(overrides)
     data = plain(config)[0]
     given = {text.partition("=")[0].lstrip("+") for text in overrides}
@@ -72,7 +76,7 @@ def check_overrides(composer: Composer, overrides: Sequence[str], facts: Backbon
         member = data[axis]["name"]
         hint = alternatives(key, MEMBERS[axis][member].model_fields, "known: ", most=12)
         problems.append(Problem.of(f"{axis}.{key}", data[axis][key], f"{axis}={member} has no such key; {hint}"))
-    return _check(config, facts, problems)
+    return _check(config, facts, problems, here)
 
 
 def options_of_other_members(data: Mapping[str, Any]) -> list[str]:
@@ -101,7 +105,7 @@ def check(config: DictConfig | Mapping[str, Any]) -> Loaded:
     return _check(config if isinstance(config, DictConfig) else OmegaConf.create(dict(config)), None, [])
 
 
-def _check(composed: DictConfig, facts: BackboneFacts | None, problems: list[Problem]) -> Loaded:
+def _check(composed: DictConfig, facts: BackboneFacts | None, problems: list[Problem], here: bool = True) -> Loaded:
     composed = composed.copy()
     with open_dict(composed):
         composed.pop("hydra", None)
@@ -134,7 +138,8 @@ def _check(composed: DictConfig, facts: BackboneFacts | None, problems: list[Pro
         seen["data_set"] = data_set
         if "backbone" in sections:
             seen["facts"] = sections["backbone"].facts()
-    problems += run_checks(seen, REFUSALS)
+    problems += run_checks(seen, REFUSALS if here else [check for check in REFUSALS if check not in OF_THIS_MACHINE])
+    absent = () if here else tuple(run_checks(seen, OF_THIS_MACHINE))
     remarks: list[str] = []
     if not problems and facts is None:
         sections, problems, remarks = with_baseline(sections)
@@ -144,8 +149,8 @@ def _check(composed: DictConfig, facts: BackboneFacts | None, problems: list[Pro
     if problems:
         raise ConfigError(problems)
     config = Config.model_construct(**sections)
-    remarks += run_checks(seen, REMARKS)
-    return Loaded(config, config.model_dump(mode="json", by_alias=True), remarks)
+    remarks += run_checks(seen, [check for check in REMARKS if not (absent and check in ABOUT_FILES)])
+    return Loaded(config, config.model_dump(mode="json", by_alias=True), remarks, absent)
 
 
 def _validate(data: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:

@@ -329,10 +329,15 @@ def published_weights_are_there(init: InitConfig, backbone: BackboneConfig) -> I
         yield Problem.of("init", init.kind, backbone.no_weights)
 
 
-def initial_weights_are_there(sections: Mapping[str, Any], init: InitConfig) -> Iterator[Problem]:
-    """The file is there, and a dense run has a length."""
+def start_is_said(sections: Mapping[str, Any], init: InitConfig) -> Iterator[Problem]:
+    """A dense run has a length, and a run that goes on is named once."""
     train: TrainConfig | None = sections.get("train")
     yield from (Problem.of(*refusal) for refusal in init.refusals(None if train is None else train.epochs))
+
+
+def initial_weights_are_there(init: InitConfig) -> Iterator[Problem]:
+    """The file that the run starts from is there."""
+    yield from (Problem.of(*refusal) for refusal in init.absent())
 
 
 def teacher_is_trained(init: InitConfig, train: TrainConfig) -> Iterator[Problem]:
@@ -397,6 +402,7 @@ REFUSALS: tuple[Check, ...] = (
     texts_have_other_lengths,
     recipe_fits_task,
     published_weights_are_there,
+    start_is_said,
     initial_weights_are_there,
     frozen_routers_exist,
     backbone_has_sizes,
@@ -404,6 +410,9 @@ REFUSALS: tuple[Check, ...] = (
     teacher_is_trained,
     trackers_are_installed,
 )
+
+OF_THIS_MACHINE: tuple[Check, ...] = (data_exist, initial_weights_are_there)
+"""Those that say what is not on this machine, and nothing of the configuration."""
 
 
 def _routers(fact: str) -> str:

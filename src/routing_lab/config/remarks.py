@@ -161,3 +161,6 @@ REMARKS: tuple[Check, ...] = (
     patches_are_covered,
     about_data,
 )
+
+ABOUT_FILES: tuple[Check, ...] = (about_data,)
+"""Those that open the files."""

@@ -142,7 +142,11 @@ class _Init(_Strict):
         return None
 
     def refusals(self, epochs: int | None) -> Iterator[Refusal]:
-        """What cannot be started from; epochs: of the run, None where they are not known."""
+        """What cannot be started from, whatever files there are; epochs: of the run, None where not known."""
+        yield from ()
+
+    def absent(self) -> Iterator[Refusal]:
+        """Files that are not on this machine."""
         path = getattr(self, "path", None)
         if path is not None and not Path(path).expanduser().is_file():
             yield "init.path", path, f"no such file (looked at {Path(path).expanduser().absolute()})"
@@ -209,7 +213,6 @@ class DenseInit(_Init):
         return init, epochs if self.epochs is None else self.epochs
 
     def refusals(self, epochs: int | None) -> Iterator[Refusal]:
-        yield from super().refusals(epochs)
         if self.readout and self.path is None:
             yield "init.readout", True, "a dense run from random weights learns its head; give init.path too"
         if epochs == 0 and self.epochs is None:
@@ -241,7 +244,9 @@ class RunInit(_Init):
                 "give the folder of a finished run, or init.epochs, how long this configuration was trained before"
             )
             yield "init.run", self.run, message
-        elif self.run is not None and not final_weights(self.run).is_file():
+
+    def absent(self) -> Iterator[Refusal]:
+        if self.run is not None and self.epochs is None and not final_weights(self.run).is_file():
             yield "init.run", self.run, f"no finished run (there is no {final_weights(self.run).absolute()})"
 
     def file(self) -> tuple[str, str, Path] | None:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import special
+from scipy import optimize, special
 
 from routing_lab.evidence import sequential, statistics
 from routing_lab.evidence.rules import DECIDED, Branch, Evidence
@@ -25,6 +25,9 @@ Noise = Literal["normal", "heavy-tailed", "discrete"]
 DRAWS = 2000
 SIGNS = 2.0
 """Effects that a rule calls superior or inferior are given this many margins."""
+
+RIDGE = 1e-6
+"""Weight of the values' own size beside the conditions that they have to meet."""
 
 HARDLY = 0.1
 """A rule with less power cannot be said to be asked."""
@@ -95,7 +98,8 @@ def power_lines(study: Study, scale: str, spread: float, source: str) -> list[st
 
 def true_values(study: Study, branch: Branch, size: float) -> dict[str, float] | None:
     """True values of the arms of which a branch is true, zero on average: signs of `size`, no effect where equivalence
-    is asked for. None where no values are.
+    is asked for, and where only worse or better effects are denied none or, if the signs need it, the smallest that is
+    not denied. None where no values are.
     """
     asked = dict(branch.all_of) | dict(branch.any_of[:1])
     linear = {name: condition for name, condition in asked.items() if name in study.weights}
@@ -105,9 +109,11 @@ def true_values(study: Study, branch: Branch, size: float) -> dict[str, float] |
     if not len(target):
         return dict.fromkeys(arms, 0.0)
     values, *_ = np.linalg.lstsq(matrix, target, rcond=None)
-    if not np.allclose(matrix @ values, target, atol=1e-9 + 1e-6 * abs(size)):
-        return None
-    return dict(zip(arms, values.tolist(), strict=True))
+    if _fits(matrix @ values - target, size):
+        return dict(zip(arms, values.tolist(), strict=True))
+    signs = np.array([c.open_side * study.directions[name] for name, c in linear.items()], dtype=float)
+    values, beyond = _with_room(matrix, target, signs)
+    return dict(zip(arms, values.tolist(), strict=True)) if _fits(matrix @ values - target - beyond, size) else None
 
 
 def simulate(
@@ -171,6 +177,23 @@ def seeds_for(sd: float, margin: float, alpha: float = 0.05, power: float = 0.9,
         _fewest(has_sign, most),
         _fewest(lambda n: equivalence_power(sd, n, margin, alpha) >= power, most),
     )
+
+
+def _fits(gap: NDArray[np.float64], size: float) -> bool:
+    return bool(np.allclose(gap, 0, atol=1e-9 + 1e-6 * abs(size)))
+
+
+def _with_room(
+    matrix: NDArray[np.float64], target: NDArray[np.float64], signs: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Small values with `matrix @ values = target + beyond`, as nearly as there are any; `beyond` has `signs`, and is
+    zero where they are.
+    """
+    count = matrix.shape[1]
+    system = np.vstack([np.hstack([matrix, -np.diag(signs)]), RIDGE * np.eye(count + len(signs))])
+    lowest = np.concatenate([np.full(count, -np.inf), np.zeros(len(signs))])
+    found = optimize.lsq_linear(system, np.concatenate([target, np.zeros(system.shape[1])]), (lowest, np.inf)).x
+    return found[:count], signs * found[count:]
 
 
 def _fewest(is_enough: Callable[[int], bool], most: int) -> int:

@@ -207,6 +207,11 @@ class Condition:
         signs = {"positive": 1, "negative": -1, "superior": direction, "inferior": -direction}
         return size * signs.get(first.relation, 0)
 
+    @property
+    def open_side(self) -> int:
+        """Direction in which the first alternative stays true of effects beyond `target`; 0 for none."""
+        return {"non-inferior": 1, "non-superior": -1}.get(self.alternatives[0].relation, 0)
+
 
 def parse_condition(text: str) -> Condition:
     """Read a condition of a rule. `undecided` is an older word for `inconclusive`, and `not undecided` for

@@ -507,6 +507,11 @@ def load_study(path: Path | str) -> Study:
         raise StudyError(str(path), [error.strerror or str(error)]) from None
     except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
         raise StudyError(str(path), [f"not YAML: {' '.join(str(error).split())}"]) from error
+    if isinstance(content, dict) and set(content) == {"claims"}:
+        raise StudyError(
+            str(path),
+            [f"holds claims, not a study; python -m routing_lab.report FOLDER --claims {path} judges them by records"],
+        )
     if not isinstance(content, dict):
         raise StudyError(str(path), [f"a mapping of keys is expected, not a {type(content).__name__}"])
     named = {"name": path.stem, **{str(key): value for key, value in content.items()}}
