@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from tests.evidence.test_study import content
 
 from routing_lab.evidence import power, sequential
 from routing_lab.evidence.rules import Evidence, parse_condition
-from routing_lab.evidence.study import StudyError, parse_study
+from routing_lab.evidence.study import StudyError, load_study, parse_study
+
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 
 MARGIN = {"size": 0.01, "because": "for the test"}
 WHOLE = [
@@ -98,3 +101,13 @@ def test_looks_keep_the_error_rate_of_equivalence_too() -> None:
     # Half a margin is none as a claim: the interval lies inside, and no rule that asks for a gain is met.
     inside = power.simulate(study, truth | {"amod_none": 0.002}, (5, 10, 15, 20, 30), 0.01, draws=4000)
     assert inside.rates[0] > 0.9
+
+
+def test_at_the_margin_every_wrong_word_keeps_its_rate_and_two_of_them_add_up() -> None:
+    study = load_study(EXPERIMENTS / "selection_matters.yaml")
+    truth = power.true_values(study, study.branches[1], study.margin_size)
+    assert truth is not None
+    found = power.simulate(study, truth, (12,), study.margin_size, draws=4000)
+    assert found.false_word < 0.05 + 2 * math.sqrt(0.05 / 4000)
+    assert found.false_word < found.false < 0.1 + 2 * math.sqrt(0.1 / 4000)
+    assert found.false == pytest.approx(found.rates[0] + found.rates[2])

@@ -38,8 +38,9 @@ class Simulation:
     """Verdicts of simulated studies.
 
     `rates` holds for each rule the share of studies that it decided, `otherwise`, `inconclusive` and `insensitive`
-    those without one; `false` the share with a verdict that is not true of the effects they were made with; `seeds`
-    the mean number of seeds at the look that ended them.
+    those without one; `false` the share with a verdict that is not true of the effects they were made with, and
+    `false_word` that of the verdict word that was wrong most often; `seeds` the mean number of seeds at the look that
+    ended them.
     """
 
     rates: tuple[float, ...]
@@ -47,6 +48,7 @@ class Simulation:
     inconclusive: float
     insensitive: float
     false: float
+    false_word: float
     seeds: float
 
 
@@ -234,13 +236,17 @@ def _judged(
     truth = dict(zip(names, true.tolist(), strict=True))
     is_true = [branch.is_true_of(truth, study.margin_size, study.directions) for branch in branches]
     rates = np.bincount(verdicts, minlength=insensitive + 1) / draws
-    false = sum(rate for rate, is_right in zip(rates, is_true, strict=False) if not is_right)
+    false: dict[str, float] = {}
+    for branch, rate, is_right in zip(study.branches, rates.tolist(), is_true, strict=False):
+        if not is_right:
+            false[branch.verdict] = false.get(branch.verdict, 0.0) + rate
     return Simulation(
         tuple(rates[: len(branches)].tolist()),
         float(rates[otherwise]),
         float(rates[inconclusive]),
         float(rates[insensitive]),
-        float(false),
+        sum(false.values()),
+        max(false.values(), default=0.0),
         float(ended.mean()),
     )
 
