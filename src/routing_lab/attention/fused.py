@@ -18,7 +18,7 @@ from torch import Tensor
 from routing_lab.attention.backends import Backend
 from routing_lab.attention.maps import AttentionMap, part, per_head, slices
 
-_SLAB_ELEMENTS = 2**19  # 2 MiB of float32: the maps of all heads at 197 tokens, 128 rows of one head at 4096
+_SLAB_ELEMENTS = 3 * 2**18  # 3 MiB of float32: the maps of all heads at 197 tokens, 192 rows of one head at 4096
 _SLAB_ELEMENTS_GPU = 2**25
 
 
@@ -99,7 +99,7 @@ def _forward(attention: AttentionMap, value: Tensor | None, slab: int) -> tuple[
     """Output [B, H, N, d], laid out as [B, N, H, d], and column means [B, H, M]."""
     batch, heads, queries, _ = attention.query.shape
     keys, dtype = attention.key.shape[2], attention.dtype
-    weight = attention.row_weight()
+    weight = attention.row_weight().contiguous()  # a broadcast row would be copied for every head
     output = None if value is None else value.new_empty(batch, queries, heads, value.shape[3]).transpose(1, 2)
     received = attention.query.new_zeros(batch, heads, keys, dtype=dtype)
     together, rows = _slab_shape(attention, slab)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from routing_lab.axes.budget import between, layer_fraction, per_layer, quantile_bounds, topk_count
 from routing_lab.axes.capacities import (
@@ -489,8 +489,7 @@ def _best(scores: Tensor, kept: int, num_protected: int, scope: str) -> Selectio
 def _protect(scores: Tensor, num_protected: int) -> Tensor:
     if num_protected == 0:
         return scores
-    first = torch.full_like(scores[:, :num_protected], float("inf"))
-    return torch.cat([first, scores[:, num_protected:]], dim=1)
+    return nn.functional.pad(scores[:, num_protected:], (num_protected, 0), value=float("inf"))
 
 
 def _keep(mask: Tensor, num_protected: int) -> Selection:

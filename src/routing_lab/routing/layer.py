@@ -72,12 +72,14 @@ class Choice:
     """What a layer decided about the tokens that entered it.
 
     Args:
+        tokens: those it chose from.
         scores: [B, N]. logits: [B, N, E] behind them, see `Router.read`.
         selection: the tokens it keeps.
         gates: how scores enter the output.
         fraction: what the capacity aims at.
     """
 
+    tokens: Tokens
     scores: Tensor
     selection: Selection
     gates: Gates
@@ -146,7 +148,8 @@ class RoutedLayer(nn.Module):
         maps: Maps,
         state: RunState,
         edit: SelectionEdit | None = None,
-    ) -> tuple[Tokens, LayerTrace, Statistics | None]:
+        traced: bool = True,
+    ) -> tuple[Tokens, LayerTrace | None, Statistics | None]:
         """One routed layer.
 
         Args:
@@ -156,16 +159,17 @@ class RoutedLayer(nn.Module):
             maps: attention maps.
             state: the run's state.
             edit: replaces the selection that the capacity makes.
+            traced: whether a trace is wanted.
 
-        Returns the tokens that leave, the trace, and the requested statistics of this layer's map.
+        Returns the tokens that leave, the trace if wanted, and the requested statistics of this layer's map.
         """
         route = self._route_mlp if self.sublayer == "mlp" else self._route_attention
         work = Work(router=tokens.number())
-        left, trace, statistics = route(tokens, CountedBlock(block, work, tokens.valid), context, maps, state, edit)
+        left, choice, statistics = route(tokens, CountedBlock(block, work, tokens.valid), context, maps, state, edit)
         halting = self.router.halting(left)
         if halting is not None:
-            left, trace.halting = replace(left, mass=left.masses() - halting), halting
-        return left, trace, statistics
+            left = replace(left, mass=left.masses() - halting)
+        return left, _trace(left, choice, halting, work) if traced else None, statistics
 
     def _route_attention(
         self,
@@ -175,7 +179,7 @@ class RoutedLayer(nn.Module):
         maps: Maps,
         state: RunState,
         edit: SelectionEdit | None,
-    ) -> tuple[Tokens, LayerTrace, Statistics | None]:
+    ) -> tuple[Tokens, Choice, Statistics | None]:
         """Selection, then attention and the MLP."""
         attention = maps.source
         statistics = None
@@ -192,16 +196,16 @@ class RoutedLayer(nn.Module):
             seen = block.weighing(left.policy if left.policy is not None and not self.all_keys else tokens.policy)
             update = seen.attend(tokens.side(), context)
             y = self._combine(tokens.x, update, gates.kept, block, then_mlp=True)
-            return left.with_x(y), _trace(tokens, left, choice, block.work), statistics
+            return left.with_x(y), choice, statistics
         if isinstance(self.bypass, Reduction):
             left = self.bypass.reduce(tokens, selection, scores, attention)
             block = block.of(left.valid, tokens.valid)
             update = block.attend(left.side(), context, tokens.side() if self.all_keys else None)
             y = self._combine(left.x, update, _gate_of_reduced(gates, selection, tokens, left), block, then_mlp=True)
-            return left.with_x(y), _trace(tokens, left, choice, block.work), statistics
+            return left.with_x(y), choice, statistics
         if isinstance(self.bypass, Masking):
             left = self._nest(self._masked(tokens, selection, gates, block, context), selection)
-            return left, _trace(tokens, left, choice, block.work), statistics
+            return left, choice, statistics
 
         def attend(x_kept: Tensor, here: CountedBlock, everyone: bool) -> Tensor:
             return self._attend(tokens, x_kept, selection, here, context, everyone)
@@ -212,7 +216,7 @@ class RoutedLayer(nn.Module):
         else:
             y = self._route(tokens.x, selection, gates, attend, block, then_mlp=True)
         left = self._nest(tokens.with_x(y), selection)
-        return left, _trace(tokens, left, choice, block.work), statistics
+        return left, choice, statistics
 
     def _route_mlp(
         self,
@@ -222,7 +226,7 @@ class RoutedLayer(nn.Module):
         maps: Maps,
         state: RunState,
         edit: SelectionEdit | None,
-    ) -> tuple[Tokens, LayerTrace, Statistics | None]:
+    ) -> tuple[Tokens, Choice, Statistics | None]:
         """Attention on every token, then selection, then the MLP."""
         h, statistics = attend_all(tokens, block, context, maps.request, maps.projection)
         seen = tokens.with_x(h)
@@ -239,7 +243,7 @@ class RoutedLayer(nn.Module):
         else:
             left = self._nest(seen, selection)
             y = self._route(h, selection, gates, lambda x, here, _: here.mlp(x), block)
-        return left.with_x(y), _trace(seen, left, choice, block.work), statistics
+        return left.with_x(y), choice, statistics
 
     def _choose(
         self, tokens: Tokens, attention: AttentionStatistics | None, state: RunState, edit: SelectionEdit | None
@@ -266,7 +270,7 @@ class RoutedLayer(nn.Module):
         if tokens.policy is not None:
             selection = selection.times(tokens.policy)
         fraction = self.capacity.aimed_fraction(state.progress)
-        return Choice(scores, selection, self.scaling(scores, selection), logits, predicted, fraction)
+        return Choice(tokens, scores, selection, self.scaling(scores, selection), logits, predicted, fraction)
 
     def _taken_out(self, tokens: Tokens, selection: Selection) -> Tokens:
         """The tokens, of which those that were not kept are no keys any more, and are never kept again."""
@@ -453,8 +457,8 @@ def _statistics(tokens: Tokens, block: CountedBlock, context: Any, maps: Maps) -
     return block.statistics(tokens.side(), context, maps.request, projection=maps.projection)
 
 
-def _trace(entered: Tokens, left: Tokens, choice: Choice, work: Work) -> LayerTrace:
-    selection, gates = choice.selection, choice.gates
+def _trace(left: Tokens, choice: Choice, halting: Tensor | None, work: Work) -> LayerTrace:
+    entered, selection, gates = choice.tokens, choice.selection, choice.gates
     return LayerTrace(
         scores=choice.scores,
         kept=selection.padded_index(),
@@ -464,6 +468,7 @@ def _trace(entered: Tokens, left: Tokens, choice: Choice, work: Work) -> LayerTr
         gate=None if gates.kept is None else selection.gather(gates.kept),
         source=left.source,
         size=left.size,
+        halting=halting,
         valid=entered.valid,
         predicted=choice.predicted,
         logits=choice.logits,

@@ -496,7 +496,8 @@ class RoutedModel(nn.Module):
                 if isinstance(layer.bypass, Reduction):
                     needed = layer.bypass.request()
                     wanted = replace(maps, request=needed if maps.request is None else maps.request.joined(needed))
-                found.append(layer(entering, block, context, wanted, state, edits.get(index) if edits else None))
+                edit = edits.get(index) if edits else None
+                found.append(layer(entering, block, context, wanted, state, edit, traced))
             else:
                 h, statistics = attend_all(entering, block, context, maps.request, maps.projection)
                 left = entering.with_x(h + block.mlp(h))
