@@ -18,7 +18,7 @@ from torch import nn
 import routing_lab
 from routing_lab.cost.macs import LayerRule, dense_macs, layer_rules, nominal_tokens, routed_macs
 from routing_lab.cost.measure import vision_shape
-from routing_lab.routing.layer import Maps
+from routing_lab.routing.maps import Maps
 from routing_lab.routing.model import RoutedModel
 
 FRACTIONS = (0.5, 0.125)

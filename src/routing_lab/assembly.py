@@ -15,9 +15,10 @@ from routing_lab.backbones import adapt
 from routing_lab.config import Config, ConfigError, load
 from routing_lab.config.backbones import BackboneConfig
 from routing_lab.config.refusals import backbone_allows
+from routing_lab.routing.backbone import Backbone
 from routing_lab.routing.base import LayerSpec
 from routing_lab.routing.layer import RoutedLayer
-from routing_lab.routing.model import Backbone, RoutedModel
+from routing_lab.routing.model import RoutedModel
 from routing_lab.routing.routers import Corruption
 from routing_lab.streams import stream_seed
 

@@ -10,7 +10,7 @@ from tests.backbones.families import DECODERS, FAMILIES, HF, ROTARY, inputs_of
 from tests.routing.tiny import routed
 from torch import Tensor
 
-from routing_lab.routing.model import Entering
+from routing_lab.routing.maps import Entering
 
 LAYERS = ["placement=list", "placement.layers=[1,2]"]
 REMOVING = {

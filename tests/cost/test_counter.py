@@ -21,7 +21,8 @@ from routing_lab.config import Config, conf_path, load
 from routing_lab.cost.macs import ModelShape, block_macs, routed_macs
 from routing_lab.cost.measure import WorkMeter, decoder_shape, vision_shape
 from routing_lab.routing import Bypass, Capacity, Router, Scaling
-from routing_lab.routing.base import Block, Gates, LayerSpec, RouterInput, RunState
+from routing_lab.routing.backbone import Block
+from routing_lab.routing.base import Gates, LayerSpec, RouterInput, RunState
 from routing_lab.routing.model import RoutedModel
 from routing_lab.routing.tokens import Selection
 

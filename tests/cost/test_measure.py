@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from routing_lab.cost.macs import dense_macs
 from routing_lab.cost.measure import WorkMeter, decoder_shape, parameter_counts, vision_shape
-from routing_lab.routing.base import LayerTrace, Trace
+from routing_lab.routing.trace import LayerTrace, Trace
 from routing_lab.routing.work import Work
 
 VISION: list[tuple[str, dict[str, Any]]] = [

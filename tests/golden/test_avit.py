@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import routing_lab
-from routing_lab.routing.base import Trace
 from routing_lab.routing.losses import halting_means, halting_prior_loss, ponder_loss
 from routing_lab.routing.measures import layers_run, ran
 from routing_lab.routing.model import RoutedModel
+from routing_lab.routing.trace import Trace
 
 
 def overrides(case: Case, method: str) -> list[str]:

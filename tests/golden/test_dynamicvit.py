@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 
 import routing_lab
-from routing_lab.routing.base import Trace
 from routing_lab.routing.losses import ratio_loss
 from routing_lab.routing.model import RoutedModel
 from routing_lab.routing.noise import NoiseSource
+from routing_lab.routing.trace import Trace
 from routing_lab.tasks.distillation import logit_divergence, token_loss
 
 

@@ -17,7 +17,7 @@ from routing_lab.probes import structure
 from routing_lab.probes.base import Examples, traced
 from routing_lab.probes.runner import Sample, Subject, run_probe
 from routing_lab.probes.structure import AttentionStructure, MapStructure, map_structure
-from routing_lab.routing.model import Entering
+from routing_lab.routing.maps import Entering
 from routing_lab.routing.tokens import Positioned
 
 

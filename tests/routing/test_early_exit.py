@@ -8,11 +8,11 @@ import torch
 from tests.routing.tiny import DEPTH, PATCHES, images, routed, run_state, spec
 
 from routing_lab.config import ConfigError, load
-from routing_lab.routing.base import LayerTrace, Trace
 from routing_lab.routing.capacity import Argmax, InverseTransform, Threshold
-from routing_lab.routing.layer import Maps
 from routing_lab.routing.losses import halting_means, halting_prior_loss, ponder_loss
+from routing_lab.routing.maps import Maps
 from routing_lab.routing.measures import dead_token_ratio, layers_run, maximum_violation, ran
+from routing_lab.routing.trace import LayerTrace, Trace
 
 TOKENS = PATCHES + 1
 HALTING = ["method=avit", "router.gamma=1", "router.beta=0.5", "bypass.average=all"]

@@ -115,7 +115,7 @@ def test_who_sees_bypassed_tokens(visibility: str, capacity: str, seen: bool) ->
 
 
 def _no_maps() -> Any:
-    from routing_lab.routing.layer import Maps
+    from routing_lab.routing.maps import Maps
 
     return Maps()
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from tests.routing.tiny import DEPTH, PATCHES, images, llama, routed, token_ids
 from torch import Tensor
 
-from routing_lab.routing.base import LayerTrace, Trace, log_odds
+from routing_lab.routing.base import log_odds
 from routing_lab.routing.losses import (
     LOSSES,
     bce_auxiliary_loss,
@@ -22,6 +22,7 @@ from routing_lab.routing.losses import (
     ratio_loss,
     z_loss,
 )
+from routing_lab.routing.trace import LayerTrace, Trace
 
 THRESHOLD = ["placement=list", "placement.layers=[1,2]", "capacity=threshold", "capacity.threshold=0.5"]
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 import routing_lab
 from routing_lab.attention import policy_softmax
 from routing_lab.config import ConfigError, load
-from routing_lab.routing.base import LayerTrace
 from routing_lab.routing.capacity import Gumbel, TopK
 from routing_lab.routing.model import RoutedModel
 from routing_lab.routing.tokens import Selection
+from routing_lab.routing.trace import LayerTrace
 
 STAGES = ["placement=stages", "placement.layers=[1,2]"]
 MASKED = [*STAGES, "bypass=drop", "bypass.train=mask"]

@@ -10,7 +10,7 @@ from torch import nn
 
 from routing_lab.config import load
 from routing_lab.config.training import TrainConfig
-from routing_lab.routing.base import LayerTrace
+from routing_lab.routing.trace import LayerTrace
 from routing_lab.tasks.base import build_optimizer, build_scheduler
 from routing_lab.tasks.classification import Classification, classification_loss, distilled_loss
 from routing_lab.tasks.meters import RoutingMeter

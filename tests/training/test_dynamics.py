@@ -15,7 +15,7 @@ from tests.routing.tiny import images, routed
 from routing_lab.config import Loaded
 from routing_lab.evidence import figures
 from routing_lab.evidence.arms import group_arms
-from routing_lab.routing.base import LayerTrace
+from routing_lab.routing.trace import LayerTrace
 from routing_lab.runs.records import read_history
 from routing_lab.training.dynamics import is_spike, overlap, spread, undecided
 

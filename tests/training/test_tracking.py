@@ -18,7 +18,7 @@ from tests.training.test_resume import send, stop_at
 
 from routing_lab.config import ConfigError, load
 from routing_lab.config.training import WandbConfig
-from routing_lab.routing.base import LayerTrace, Trace
+from routing_lab.routing.trace import LayerTrace, Trace
 from routing_lab.runs.records import new_record
 from routing_lab.training import tracking
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from routing_lab.routing.model import Backbone
+from routing_lab.routing.backbone import Backbone
 
 FAMILIES = {
     ("timm", "VisionTransformer"): "vit.VisionTransformerBackbone",

@@ -31,7 +31,7 @@ from routing_lab.attention import (
     in_one_pass,
     map_statistics,
 )
-from routing_lab.routing.base import Block, MapWatch
+from routing_lab.routing.backbone import Block, MapWatch
 from routing_lab.routing.cache import LayerCache
 from routing_lab.routing.tokens import Positioned
 

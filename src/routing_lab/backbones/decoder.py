@@ -22,8 +22,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3Decode
 
 from routing_lab.attention import Kernel
 from routing_lab.backbones.block import Branch, PreNormBlock, additive, called, expect, unwrapped
+from routing_lab.routing.backbone import Backbone
 from routing_lab.routing.cache import KVCache
-from routing_lab.routing.model import Backbone
 from routing_lab.routing.tokens import Layout, Positioned, Tokens
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from routing_lab.routing.model import Backbone
+from routing_lab.routing.backbone import Backbone
 from routing_lab.routing.tokens import Layout, Tokens
 
 

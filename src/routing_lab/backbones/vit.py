@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from routing_lab.attention import AttentionStatistics, MapRows, StatisticsRequest, attention
 from routing_lab.backbones.block import Branch, called, unwrapped
 from routing_lab.backbones.timm_parts import TimmBackbone, TimmBlock, dropped, kind_of, patch_grid
-from routing_lab.routing.base import Block, MapWatch
+from routing_lab.routing.backbone import Block, MapWatch
 from routing_lab.routing.cache import LayerCache
 from routing_lab.routing.tokens import Positioned, Tokens
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from routing_lab.backbones import adapt
 from routing_lab.cost.macs import LayerTokens, ModelShape
-from routing_lab.routing.base import Trace
+from routing_lab.routing.trace import Trace
 from routing_lab.routing.work import Work
 
 COUNTED = tuple(field.name for field in fields(LayerTokens))

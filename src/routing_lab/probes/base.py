@@ -21,10 +21,11 @@ from torch.nn.functional import cross_entropy
 
 from routing_lab.data.text.induction import IGNORED
 from routing_lab.probes.metrics import mean_interval
-from routing_lab.routing.base import Trace
+from routing_lab.routing.backbone import LayerWatch
 from routing_lab.routing.measures import at, positions, ran
-from routing_lab.routing.model import LayerWatch, RoutedModel
+from routing_lab.routing.model import RoutedModel
 from routing_lab.routing.tokens import Layout
+from routing_lab.routing.trace import Trace
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

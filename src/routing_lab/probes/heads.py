@@ -17,7 +17,8 @@ from routing_lab.attention import AttentionStatistics, StatisticsRequest
 from routing_lab.probes.base import Arrays, Examples, Finding, Probe
 from routing_lab.probes.metrics import Array, jaccard, within
 from routing_lab.routing.base import LayerSpec, Router, RouterInput, RunState
-from routing_lab.routing.model import Entering, RoutedModel
+from routing_lab.routing.maps import Entering
+from routing_lab.routing.model import RoutedModel
 from routing_lab.routing.routers import AttentionMedADRouter, AttentionReceivedRouter, AttentionVarianceRouter
 from routing_lab.routing.tokens import Tokens
 from routing_lab.streams import stream_seed

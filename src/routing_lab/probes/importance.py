@@ -16,8 +16,9 @@ from routing_lab.attention import StatisticsRequest
 from routing_lab.probes.base import Arrays, Examples, Finding, Probe, patch_scores, patches_of
 from routing_lab.probes.leave_one_out import EFFECTS, Operation, leave_one_out_effects
 from routing_lab.probes.metrics import COEFFICIENTS, pooled_interval, within
+from routing_lab.routing.maps import Entering
 from routing_lab.routing.measures import at, positions
-from routing_lab.routing.model import Entering, RoutedModel
+from routing_lab.routing.model import RoutedModel
 from routing_lab.streams import stream_seed
 
 SCORERS = ("score", "received", "random", "shuffled")

@@ -18,7 +18,8 @@ from torch.nn.functional import log_softmax
 
 from routing_lab.probes.base import loss_of, over_targets
 from routing_lab.routing.layer import RoutedLayer, SelectionEdit
-from routing_lab.routing.model import Entering, RoutedModel
+from routing_lab.routing.maps import Entering
+from routing_lab.routing.model import RoutedModel
 from routing_lab.routing.tokens import Layout, Selection, Tokens
 
 Operation = Literal["force_skip", "force_skip_refill", "force_keep", "drop_input", "drop_at_layer"]

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from routing_lab.probes.base import Examples, patches_of, traced
 from routing_lab.probes.metrics import Array
-from routing_lab.routing.base import Trace
 from routing_lab.routing.measures import at, positions, ran
 from routing_lab.routing.model import RoutedModel
+from routing_lab.routing.trace import Trace
 
 GONE, SKIPPED, KEPT, MERGED = range(4)
 """States of a patch at a layer: removed before it; bypassed; computed; computed inside a token that stands for it."""

@@ -10,20 +10,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from routing_lab.routing.base import (
-        Bypass,
-        Capacity,
-        Gates,
-        LayerSpec,
-        LayerTrace,
-        Router,
-        RouterInput,
-        RunState,
-        Scaling,
-        Trace,
-    )
+    from routing_lab.routing.base import Bypass, Capacity, Gates, LayerSpec, Router, RouterInput, RunState, Scaling
     from routing_lab.routing.model import RoutedModel
     from routing_lab.routing.tokens import Selection, Tokens, unmerge
+    from routing_lab.routing.trace import LayerTrace, Trace
 
 __all__ = [
     "Bypass",
@@ -42,7 +32,14 @@ __all__ = [
     "unmerge",
 ]
 
-_MODULES = {"RoutedModel": "model", "Selection": "tokens", "Tokens": "tokens", "unmerge": "tokens"}
+_MODULES = {
+    "LayerTrace": "trace",
+    "RoutedModel": "model",
+    "Selection": "tokens",
+    "Tokens": "tokens",
+    "Trace": "trace",
+    "unmerge": "tokens",
+}
 
 
 def __getattr__(name: str) -> Any:

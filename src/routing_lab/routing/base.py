@@ -9,33 +9,24 @@ Shape legend: B batch, N tokens that entered the layer, K kept tokens, H heads, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from routing_lab.attention import AttentionMap, AttentionStatistics, StatisticsRequest
+from routing_lab.attention import AttentionStatistics, StatisticsRequest
 from routing_lab.axes.facts import (
-    SUBLAYERS,
     BypassTraits,
     CapacityTraits,
     RouterTraits,
     ScalingTraits,
     ScoreScale,
-    SubLayer,
 )
-from routing_lab.routing.cache import KVCache, LayerCache
+from routing_lab.routing.backbone import Block
+from routing_lab.routing.cache import KVCache
 from routing_lab.routing.noise import NoiseSource
-from routing_lab.routing.tokens import Positioned, Selection, Tokens
-from routing_lab.routing.work import Work
-
-MapWatch = Callable[[int, AttentionMap, Positioned, Positioned], None]
-"""Is shown an attention map: the number of the attention among those of its block, the map, its queries and its keys.
-
-A differential attention shows both its maps, as twice the heads; what a policy weighs is shown without it.
-"""
+from routing_lab.routing.tokens import Selection, Tokens
 
 
 @dataclass(frozen=True)
@@ -288,110 +279,6 @@ class Scaling(nn.Module, ABC):
         return self.gates(scores, selection)
 
 
-class Block(ABC):
-    """What a backbone adapter offers for one pre-norm block, h = x + a(x), y = h + m(h).
-
-    The adapter's block is a view of the backbone's own modules, made for one forward: it owns no parameters, and what
-    is changed in the backbone has its effect.
-
-    Attributes:
-        query_key_shape: shape (query width + key width, D) of the joint query and key projection.
-        projects_together: queries, keys and values come from one module, so that whoever wants one computes all.
-        recomputed: the backward pass recomputes the block (activation checkpointing).
-        sublayers: what of the block can be routed by itself.
-        one_map: attention is one map a head, each row a distribution over keys, of which scores can be made.
-    """
-
-    query_key_shape: tuple[int, int]
-    sublayers: tuple[SubLayer, ...] = SUBLAYERS
-    one_map: bool = True
-    projects_together: bool = False
-    recomputed: bool = False
-
-    @abstractmethod
-    def dense(self, tokens: Positioned, context: Any) -> Tensor:
-        """The untouched block's output [B, N, D]."""
-
-    @abstractmethod
-    def attend(
-        self,
-        queries: Positioned,
-        context: Any,
-        keys: Positioned | None = None,
-        *,
-        visible: Tensor | None = None,
-        stays: Tensor | None = None,
-    ) -> Tensor:
-        """The attention branch a, without the residual.
-
-        Args:
-            queries: [B, K, D] tokens that attend.
-            context: what the backbone's blocks share in this forward.
-            keys: [B, M, D] tokens attended to; None: the queries themselves.
-            visible: [B, K, M] bool, True where a query may attend to a valid key; None: to all.
-            stays: [B, M] bool, the keys that tokens of later calls may attend to, see `caching`; None: all.
-        """
-
-    @abstractmethod
-    def attend_with_statistics(
-        self, tokens: Positioned, context: Any, request: StatisticsRequest, *, projection: Tensor | None = None
-    ) -> tuple[Tensor, AttentionStatistics]:
-        """`attend(tokens, context)` and the requested statistics of its map.
-
-        The output is `attend`'s to rounding, since one pass computes both; with `request.exact` it is so bit by bit.
-
-        projection: `query_key_shape`, standard normal; if given, the statistics are those of the map whose queries and
-            keys are projected by it, scaled to the spread of the trained weights (`router.attention=random`).
-        """
-
-    def attends_in_one_pass(self, request: StatisticsRequest, projection: Tensor | None = None) -> bool:
-        """Whether `attend_with_statistics` reads columns off the map that attention makes, and makes none besides."""
-        return False
-
-    @abstractmethod
-    def statistics(
-        self,
-        queries: Positioned,
-        context: Any,
-        request: StatisticsRequest,
-        keys: Positioned | None = None,
-        *,
-        projection: Tensor | None = None,
-    ) -> AttentionStatistics:
-        """Statistics of the map of queries [B, K, D] over keys [B, M, D]; None: over the queries themselves."""
-
-    @abstractmethod
-    def mlp(self, x: Tensor) -> Tensor:
-        """The MLP branch m, without the residual."""
-
-    @abstractmethod
-    def project(self, x: Tensor) -> Tensor:
-        """x W_V W_O (DTRNet's linear path): the attention branch of a token that attends to itself alone."""
-
-    @abstractmethod
-    def called(self, x: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
-        """compute(x), what leaves the layer for the tokens x that enter it, with the forward hooks of the block."""
-
-    @abstractmethod
-    def weighing(self, policy: Tensor) -> Block:
-        """This block with an attention that weighs every key by policy [B, N], see `policy_softmax`."""
-
-    @abstractmethod
-    def caching(self, cache: LayerCache) -> Block:
-        """This block with an attention that also sees the keys of earlier calls, and adds its own to them."""
-
-    @abstractmethod
-    def hiding(self, mask: Tensor) -> Block:
-        """This block with norm(x m) m as the input of either branch; mask m [B, N] bool, False at hidden tokens."""
-
-    @abstractmethod
-    def watched(self, watch: MapWatch, part: int = 0) -> Block:
-        """This block, which shows `watch` every map that it attends by, unless keys come from a cache.
-
-        part: the number of its first attention.
-        """
-
-
 class Bypass(nn.Module, ABC):
     """The fate of tokens that were not kept. Bypassed tokens stay (`update`), or they are removed (`Reduction`)."""
 
@@ -440,78 +327,3 @@ class Reduction(nn.Module, ABC):
             scores: [B, N].
             attention: what `request` asked for.
         """
-
-
-@dataclass
-class LayerTrace:
-    """What routing did in one layer.
-
-    Args:
-        scores: [B, N] float32, aligned with the tokens that entered the layer; None in a dense layer.
-        kept: [B, K] int64, indices of kept tokens among those that entered, ascending, -1 at padding.
-        counts: [B] int64, number of kept tokens.
-        tokens: number of tokens that leave the layer.
-        origin: [B, N] int64, patch that each entering token came from, -1 where it has none.
-        gate: [B, K] multiplier of the kept tokens' update, None where nothing was multiplied.
-        source: [B, N0] int64, for each token that entered the first layer the position, among those that leave this
-            layer, of the token that stands for it, -1 where none does; None while no token has been removed.
-        size: [B, tokens] how many of the first tokens each leaving token stands for; None while each stands for itself.
-        halting: [B, tokens] the part of its halting mass that each leaving token spent here; None without halting.
-        valid: [B, N] bool, False at padding among the entering tokens; None without padding.
-        predicted: [B, N] log odds of keeping, what a router's auxiliary predictor says; None without one.
-        logits: [B, N, E] what a learned router made its scores of, see `Router.read`.
-        relaxed: [B, N] the decision as 0 or 1 with a gradient, where the capacity or the bypass makes one in training.
-        fraction: the fraction of tokens that the capacity aims at; None where it has none.
-        remaining: [B] int64, number of tokens that leave the layer; None in a layer that removes none.
-        work: what the layer computed.
-    """
-
-    scores: Tensor | None
-    kept: Tensor
-    counts: Tensor
-    tokens: int
-    origin: Tensor
-    gate: Tensor | None = None
-    source: Tensor | None = None
-    size: Tensor | None = None
-    halting: Tensor | None = None
-    valid: Tensor | None = None
-    predicted: Tensor | None = None
-    logits: Tensor | None = None
-    relaxed: Tensor | None = None
-    fraction: float | None = None
-    remaining: Tensor | None = None
-    work: Work = field(default_factory=Work)
-
-    @property
-    def entering(self) -> Tensor:
-        """[B] int64: number of tokens that entered the layer."""
-        if self.valid is not None:
-            return self.valid.sum(dim=1)
-        return torch.full_like(self.counts, self.origin.shape[1])
-
-    @property
-    def treated(self) -> Tensor:
-        """[B] int64: number of tokens that the routed part computes: those kept, or where tokens are removed those
-        left.
-        """
-        return self.counts if self.remaining is None else self.remaining
-
-    def mask(self) -> Tensor:
-        """[B, N] bool: which of the tokens that entered the layer were kept."""
-        batch, tokens = self.origin.shape
-        mask = torch.zeros(batch, tokens + 1, dtype=torch.bool, device=self.kept.device)
-        return mask.scatter(1, self.kept.masked_fill(self.kept < 0, tokens), True)[:, :tokens]
-
-
-@dataclass
-class Trace:
-    """What routing did in one forward: `trace[l]` is layer l's part, zero-based."""
-
-    layers: list[LayerTrace] = field(default_factory=list)
-
-    def __getitem__(self, layer: int) -> LayerTrace:
-        return self.layers[layer]
-
-    def __len__(self) -> int:
-        return len(self.layers)

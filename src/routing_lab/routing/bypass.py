@@ -18,7 +18,8 @@ from routing_lab.axes.bypasses import (
     SkipConfig,
 )
 from routing_lab.axes.facts import BypassTraits
-from routing_lab.routing.base import Block, Bypass, Masking, Reduction
+from routing_lab.routing.backbone import Block
+from routing_lab.routing.base import Bypass, Masking, Reduction
 from routing_lab.routing.tokens import Halted, Selection, Tokens
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from routing_lab.attention import AttentionStatistics, StatisticsRequest
-from routing_lab.routing.base import Block, MapWatch
+from routing_lab.routing.backbone import Block, MapWatch
 from routing_lab.routing.cache import LayerCache
 from routing_lab.routing.tokens import Positioned
 from routing_lab.routing.work import Count, Work

@@ -55,3 +55,14 @@ def at_every_position(states: Sequence[Tokens]) -> list[Tensor]:
         x = unmerge(tokens.x, tokens.source, x)
         found.append(x)
     return found
+
+
+def layers_of(indices: int | Sequence[int] | None, depth: int) -> list[int]:
+    """Zero-based layers that `forward_intermediates` is asked for."""
+    if indices is None or isinstance(indices, int):
+        wanted = list(range(depth - (depth if indices is None else indices), depth))
+    else:
+        wanted = [depth + index if index < 0 else index for index in indices]
+    if not wanted or not all(0 <= layer < depth for layer in wanted):
+        raise ValueError(f"indices = {indices}: the backbone has layers 0 to {depth - 1}")
+    return wanted

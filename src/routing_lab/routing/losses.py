@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from routing_lab.routing.base import LayerTrace, Trace
 from routing_lab.routing.measures import at, positions, ran
+from routing_lab.routing.trace import LayerTrace, Trace
 
 Loss = Callable[..., Tensor]
 """Takes a trace, and its options by keyword."""

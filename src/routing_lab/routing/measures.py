@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from routing_lab.routing.base import Trace
+from routing_lab.routing.trace import Trace
 
 
 def ran(trace: Trace) -> Tensor:

@@ -5,162 +5,32 @@ Shape legend: B batch, N tokens, D width.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from routing_lab.attention import AttentionMap, AttentionStatistics, StatisticsRequest
-from routing_lab.routing.base import Block, LayerTrace, Reduction, RunState, Trace
+from routing_lab.attention import StatisticsRequest
+from routing_lab.routing.backbone import Backbone, Block, LayerWatch
+from routing_lab.routing.base import Reduction, RunState
 from routing_lab.routing.cache import KVCache
 from routing_lab.routing.counted import CountedBlock
-from routing_lab.routing.features import Features, as_map, at_every_position
+from routing_lab.routing.features import Features, as_map, at_every_position, layers_of
 from routing_lab.routing.generation import stream
-from routing_lab.routing.layer import (
-    Execution,
-    Maps,
-    RoutedLayer,
-    SelectionEdit,
-    Statistics,
-    attend_all,
-    follow_statistics,
-)
+from routing_lab.routing.layer import Execution, RoutedLayer, SelectionEdit, attend_all
+from routing_lab.routing.maps import Entering, Maps, Statistics, follow_statistics
+from routing_lab.routing.names import from_public, to_public
 from routing_lab.routing.noise import NoiseSource
-from routing_lab.routing.tokens import Layout, Positioned, Selection, Tokens, samples_of
+from routing_lab.routing.tokens import Layout, Tokens
+from routing_lab.routing.trace import LayerTrace, Trace
 from routing_lab.routing.work import Work
 
 Active = Literal["both", "train", "eval"]
 AttentionMode = Literal["fast", "exact"]
-
-LayerWatch = Callable[[int, int, AttentionMap, Positioned, Positioned], None]
-"""A `MapWatch` that is told the zero-based layer first."""
-
-AXIS_MODULES = ("router", "scaling", "capacity", "bypass", "corruption")
-
-
-class Backbone(ABC):
-    """What routing needs of a model: its tokens, its blocks and its head. An adapter, without parameters of its own.
-
-    It keeps nothing but the model: whatever is changed in that has its effect.
-
-    Args:
-        module: the adapted model.
-
-    Attributes:
-        accepts: the class of models that the adapter is for.
-        causal: a token attends to itself and earlier tokens only.
-    """
-
-    accepts: ClassVar[type[nn.Module]]
-    causal: bool
-
-    def __init__(self, module: nn.Module) -> None:
-        if not isinstance(module, self.accepts):
-            raise ValueError(
-                f"backbone = {type(module).__name__}: this model routes a {self.accepts.__name__}; route another kind "
-                "of model anew"
-            )
-        self.module: Any = module  # parts of outside models are typed as Tensor | Module
-
-    @property
-    @abstractmethod
-    def depth(self) -> int:
-        """Number of blocks."""
-
-    @property
-    @abstractmethod
-    def width(self) -> int:
-        """D, width of the residual stream."""
-
-    @property
-    @abstractmethod
-    def heads(self) -> int:
-        """H, number of query heads."""
-
-    @property
-    @abstractmethod
-    def prefix(self) -> tuple[str, ...]:
-        """Kinds of the prefix tokens in order, for instance ("class", "registers")."""
-
-    def grid(self, inputs: Tensor) -> tuple[int, int] | None:
-        """Rows and columns of the patches that these inputs are made into; None: tokens have no grid."""
-        return None
-
-    @abstractmethod
-    def example(self, batch: int) -> Tensor:
-        """Random inputs for so many examples, of the shape that the model was built for."""
-
-    @abstractmethod
-    def embed(self, inputs: Tensor, layout: Layout | None = None) -> tuple[Tokens, Any]:
-        """The tokens [B, N, D] that enter the first block, and what all blocks share in this forward.
-
-        layout: padding and documents; None: neither. Raises ValueError in a family that knows none.
-        """
-
-    @abstractmethod
-    def block(self, layer: int) -> Block:
-        """The block with this zero-based index, as it is now.
-
-        Raises ValueError for a kind of block that routing is not defined for, naming it.
-        """
-
-    @abstractmethod
-    def norm(self, x: Tensor) -> Tensor:
-        """The norm between the last block and the head, of tokens [B, N, D]."""
-
-    @abstractmethod
-    def classify(self, normed: Tensor, valid: Tensor | None = None, pre_logits: bool = False) -> Any:
-        """The model's output from normed tokens [B, N, D].
-
-        Args:
-            valid: [B, N], False or 0 at tokens that an average leaves out.
-            pre_logits: what enters the last linear module instead.
-        """
-
-    def head(self, x: Tensor, valid: Tensor | None = None) -> Any:
-        """The model's output from the tokens [B, N, D] that left the last block; valid: see `classify`."""
-        return self.classify(self.norm(x), valid)
-
-
-@dataclass(frozen=True)
-class Entering:
-    """What enters a layer.
-
-    Args:
-        layer: zero-based.
-        tokens: as they left the layer before.
-        maps: statistics of earlier layers that this layer or a later one reads, by layer.
-        latest: those of the last layer that made any, see `placement.attention_fill`.
-    """
-
-    layer: int
-    tokens: Tokens
-    maps: Mapping[int, AttentionStatistics] = field(default_factory=dict)
-    latest: AttentionStatistics | None = None
-
-    def take(self, rows: Tensor) -> Entering:
-        """The samples `rows` [R], which may repeat."""
-        return replace(
-            self,
-            tokens=samples_of(self.tokens, rows),
-            maps={layer: samples_of(values, rows) for layer, values in self.maps.items()},
-            latest=samples_of(self.latest, rows),
-        )
-
-    def keep(self, selection: Selection) -> Entering:
-        """The tokens that a selection keeps; the others are gone."""
-        after = self.tokens.keep(selection)
-        return replace(
-            self,
-            tokens=after,
-            maps={layer: follow_statistics(values, self.tokens, after) for layer, values in self.maps.items()},
-            latest=None if self.latest is None else follow_statistics(self.latest, self.tokens, after),
-        )
 
 
 class RoutedModel(nn.Module):
@@ -217,8 +87,8 @@ class RoutedModel(nn.Module):
                 self.register_buffer(
                     f"random_projection_{source}", torch.randn(shape, generator=generator), persistent=False
                 )
-        self.register_state_dict_post_hook(_to_public_names)
-        self.register_load_state_dict_pre_hook(_from_public_names)
+        self.register_state_dict_post_hook(to_public)
+        self.register_load_state_dict_pre_hook(from_public)
 
     def forward(
         self,
@@ -318,7 +188,7 @@ class RoutedModel(nn.Module):
             run: keywords of `forward`.
         """
         adapter = self.adapter
-        taken = _layers(indices, adapter.depth)
+        taken = layers_of(indices, adapter.depth)
         tokens = self._states(x, max(taken) + 1 if stop_early else None, run)
         num_prefix, grid = tokens[0].num_prefix, adapter.grid(x)
         states = at_every_position(tokens)
@@ -485,7 +355,7 @@ class RoutedModel(nn.Module):
             block = CountedBlock(block, work, tokens.valid)
         if not routed and maps.request is None and tokens.valid is None and tokens.key_bias() is None:
             left = tokens.with_x(block.dense(tokens.side(), context))
-            return left, _dense_trace(tokens, left, work) if traced else None, None
+            return left, LayerTrace.dense(tokens, left, work) if traced else None, None
         found: list[tuple[Tokens, LayerTrace | None, Statistics | None]] = []
 
         def compute(x: Tensor) -> Tensor:
@@ -501,7 +371,7 @@ class RoutedModel(nn.Module):
             else:
                 h, statistics = attend_all(entering, block, context, maps.request, maps.projection)
                 left = entering.with_x(h + block.mlp(h))
-                found.append((left, _dense_trace(entering, left, work) if traced else None, statistics))
+                found.append((left, LayerTrace.dense(entering, left, work) if traced else None, statistics))
             return found[-1][0].x
 
         x = block.called(tokens.x, compute)
@@ -550,72 +420,3 @@ class RoutedModel(nn.Module):
         depth = self.adapter.depth
         pattern = "-".join("D" if layer in self.routed_layers else "T" for layer in range(depth))
         return f"routed_layers={self.routed_layers} (zero-based), {pattern} (T dense, D routed)"
-
-
-def _layers(indices: int | Sequence[int] | None, depth: int) -> list[int]:
-    """Zero-based layers that `forward_intermediates` is asked for."""
-    if indices is None or isinstance(indices, int):
-        wanted = list(range(depth - (depth if indices is None else indices), depth))
-    else:
-        wanted = [depth + index if index < 0 else index for index in indices]
-    if not wanted or not all(0 <= layer < depth for layer in wanted):
-        raise ValueError(f"indices = {indices}: the backbone has layers 0 to {depth - 1}")
-    return wanted
-
-
-def _dense_trace(entered: Tokens, left: Tokens, work: Work) -> LayerTrace:
-    batch, tokens = entered.x.shape[:2]
-    everything = torch.arange(tokens, device=entered.x.device).expand(batch, tokens)
-    counts = torch.full((batch,), tokens, device=entered.x.device)
-    if entered.valid is not None:
-        everything, counts = everything.masked_fill(~entered.valid, -1), entered.valid.sum(dim=1)
-    return LayerTrace(
-        None,
-        everything,
-        counts,
-        left.x.shape[1],
-        entered.origins(),
-        source=left.source,
-        size=left.size,
-        valid=entered.valid,
-        work=work,
-    )
-
-
-def _to_public_names(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """backbone.X -> X and layers.<l>.<axis>.X -> <axis>.<l>.X, in place and in order."""
-    own = [key for key in state if key.startswith(prefix)]
-    renamed = {}
-    for key in own:
-        name = key[len(prefix) :]
-        value = state.pop(key)
-        if name.startswith("backbone."):
-            name = name.removeprefix("backbone.")
-        elif name.startswith("layers."):
-            _, layer, axis, rest = name.split(".", 3)
-            name = f"{axis}.{layer}.{rest}"
-        renamed[prefix + name] = value
-    state.update(renamed)
-
-
-def _from_public_names(
-    module: nn.Module,
-    state: dict[str, Any],
-    prefix: str,
-    local_metadata: Any,
-    strict: bool,
-    missing_keys: list[str],
-    unexpected_keys: list[str],
-    error_messages: list[str],
-) -> None:
-    """The inverse of `_to_public_names`."""
-    own = [key for key in state if key.startswith(prefix)]
-    renamed = {}
-    for key in own:
-        name = key[len(prefix) :]
-        axis, _, rest = name.partition(".")
-        layer, _, parameter = rest.partition(".")
-        is_ours = axis in AXIS_MODULES and layer.isdigit()
-        internal = f"layers.{layer}.{axis}.{parameter}" if is_ours else f"backbone.{name}"
-        renamed[prefix + internal] = state.pop(key)
-    state.update(renamed)

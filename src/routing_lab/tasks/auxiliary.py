@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from routing_lab.axes.base import locate
-from routing_lab.routing.base import Trace
+from routing_lab.routing.trace import Trace
 
 if TYPE_CHECKING:
     from routing_lab.axes.losses import LossConfig

@@ -26,9 +26,9 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from routing_lab.routing.base import LayerTrace, Trace
 from routing_lab.routing.losses import log_odds
 from routing_lab.routing.measures import ran
+from routing_lab.routing.trace import LayerTrace, Trace
 from routing_lab.tasks.base import Task
 
 WINDOW = 64

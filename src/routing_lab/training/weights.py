@@ -22,7 +22,7 @@ from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import Tensor, nn
 
 from routing_lab.config.problems import one_line
-from routing_lab.routing.model import AXIS_MODULES
+from routing_lab.routing.names import is_of_axis
 
 ENTRIES = ("state_dict_ema", "state_dict", "model")
 """Where a file holds the weights unless `init.entry` says so, in order of preference."""
@@ -68,7 +68,7 @@ class Fit:
     def summary(self) -> dict[str, Any]:
         """Counts for the record, with the names where there are few; the same for all arms of one backbone."""
         lists = {
-            "fresh": [name for name in self.fresh if not _is_router(name)],
+            "fresh": [name for name in self.fresh if not is_of_axis(name)],
             "left_over": self.left_over,
             "reshaped": self.reshaped,
         }
@@ -146,7 +146,7 @@ def load_weights(model: nn.Module, state: Mapping[str, Tensor]) -> Fit:
             another shape.
     """
     own = model.state_dict()
-    routers = {name for name in own if _is_router(name)}
+    routers = {name for name in own if is_of_axis(name)}
     given = _as_named_by(state, own)
     backbone_names = [name for name in own if name not in routers and not _is_head(name)]
     if not any(name in given for name in backbone_names):
@@ -155,11 +155,11 @@ def load_weights(model: nn.Module, state: Mapping[str, Tensor]) -> Fit:
             f" ({_listed(list(state))}) none is one of the backbone's ({_listed(backbone_names)})"
         )
     warnings: list[str] = []
-    foreign = sorted(name for name in given if _is_router(name) and name not in routers)
+    foreign = sorted(name for name in given if is_of_axis(name) and name not in routers)
     if foreign:
         warnings.append(f"the checkpoint has router weights that this model has no place for: {_listed(foreign)}")
-    loaded = {name: value for name, value in given.items() if _is_router(name) and name in routers}
-    given = {name: value for name, value in given.items() if not _is_router(name)}
+    loaded = {name: value for name, value in given.items() if is_of_axis(name) and name in routers}
+    given = {name: value for name, value in given.items() if not is_of_axis(name)}
     before = {name: value.shape for name, value in given.items()}
     backbone: Any = model.backbone
     if hasattr(backbone, "patch_embed") and "pos_embed" in own:
@@ -258,11 +258,6 @@ def _front(name: str) -> str:
     while depth < len(parts) - 1 and parts[depth] in WRAPPERS:
         depth += 1
     return "".join(f"{part}." for part in parts[:depth])
-
-
-def _is_router(name: str) -> bool:
-    axis, layer, *rest = [*name.split("."), "", ""]
-    return axis in AXIS_MODULES and layer.isdigit() and bool(rest)
 
 
 def _is_head(name: str) -> bool:
