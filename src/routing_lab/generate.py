@@ -10,23 +10,19 @@ Exit codes: 0 all tokens are there; 1 the model cannot generate, and why; 2 the 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from routing_lab.config import ConfigError
-from routing_lab.config.problems import Problem
+from routing_lab.config.problems import Problem, from_validation
 from routing_lab.runs.records import RecordError
-
-if TYPE_CHECKING:
-    from routing_lab.data.text.tokenizers import Encoding
-    from routing_lab.routing.model import RoutedModel
 
 
 class Sampling(BaseModel):
-    """How tokens are drawn; see `routing_lab.routing.generation.stream`."""
+    """How tokens are drawn; see `routing_lab.generating.pieces`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -44,7 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         sys.exit(0 if words else 2)
     try:
         place, prompt, sampling, overrides = checked(words)
-        model, encoding = opened(place, overrides)  # torch: only where something is generated
+        from routing_lab.generating import opened, pieces  # torch: only where something is generated
+
+        model, encoding = opened(place, overrides)
     except ConfigError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
@@ -53,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         sys.exit(1)
     print(prompt, end="", flush=True)
     try:
-        for piece in pieces(model, encoding, prompt, sampling):
+        for piece in pieces(model, encoding, prompt, **sampling.model_dump()):
             print(piece, end="", flush=True)
     except ValueError as error:
         print(f"\n{place}: {error}", file=sys.stderr)
@@ -85,65 +83,10 @@ def checked(words: Sequence[str]) -> tuple[Path, str, Sampling, list[str]]:
     try:
         sampling = Sampling.model_validate(own)
     except ValidationError as error:
-        for item in error.errors():
-            key = str(item["loc"][0])
-            problems.append(Problem(key, own[key], item["msg"][0].lower() + item["msg"][1:]))
+        problems += from_validation(error, Sampling, "", own)
     if problems:
         raise ConfigError(problems)
     return folder, prompt, sampling, overrides
-
-
-def opened(folder: Path, overrides: Sequence[str]) -> tuple[RoutedModel, Encoding]:
-    """A routed decoder in evaluation mode, and its encoding.
-
-    Raises:
-        ConfigError: a run that reads no text, or overrides that are refused.
-        RecordError, ValueError: see `open_run`; a model or tokenizer that cannot be loaded.
-    """
-    from routing_lab.assembly import route
-    from routing_lab.data.text.tokenizers import pretrained_encoding
-    from routing_lab.training.opening import open_run
-
-    if (folder / "run.json").is_file():
-        run = open_run(folder)
-        modality = run.config.data.modality
-        if modality != "text":
-            raise ConfigError([Problem("RUN", str(folder), f"reads {modality}; a run of task=language makes text")])
-        return run.model, run.data.encoding
-    from transformers import AutoModelForCausalLM
-
-    try:
-        model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # whatever the library meets in a damaged folder
-        raise ValueError(f"transformers cannot load a decoder from it ({error})") from error
-    return route(model, overrides).eval(), pretrained_encoding(str(folder))
-
-
-def pieces(model: RoutedModel, encoding: Encoding, prompt: str, sampling: Sampling) -> Iterator[str]:
-    """What each new token adds to the text; characters of several tokens come with their last.
-
-    Raises:
-        ValueError: see `RoutedModel.new_cache`.
-    """
-    import torch
-
-    from routing_lab.routing.generation import stream
-
-    before = encoding.encode(prompt.encode()).tolist()
-    ids = torch.tensor([before], dtype=torch.int64, device=next(model.parameters()).device)
-    made: list[int] = []
-    shown = len(encoding.decode(before))
-    options = sampling.model_dump(exclude={"max_new_tokens"})
-    for token in stream(model, ids, sampling.max_new_tokens, end=encoding.end, **options):
-        made += token.tolist()
-        text = encoding.decode([*before, *made])
-        if not text.endswith(UNFINISHED) or len(made) == sampling.max_new_tokens:
-            yield text[shown:]
-            shown = len(text)
-
-
-UNFINISHED = "\ufffd"
-"""What stands at the end of a text whose last character is not complete."""
 
 
 if __name__ == "__main__":

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from routing_lab.data.layout import SPLITS, DataProblem
-from routing_lab.data.text import corpus
+from routing_lab.data.text import IGNORED, corpus
 from routing_lab.data.text.corpus import carve, read_corpus, shakespeare
-from routing_lab.data.text.induction import IGNORED
 from routing_lab.data.text.inspect import inspect_text
 from routing_lab.data.text.module import TextData, build_text
 from routing_lab.data.text.tokenizers import build_encoding

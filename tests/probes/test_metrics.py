@@ -36,7 +36,6 @@ def test_overlaps() -> None:
     kept = np.array([[1, 1, 0, 0], [0, 0, 0, 0]], dtype=bool)
     mask = np.array([[0, 1, 1, 0], [0, 0, 0, 0]], dtype=bool)
     np.testing.assert_array_equal(metrics.iou(kept, mask), [1 / 3, np.nan])
-    np.testing.assert_array_equal(metrics.jaccard(kept, mask), [1 / 3, 1])
     np.testing.assert_array_equal(metrics.share(mask, kept), [0.5, np.nan])
 
 

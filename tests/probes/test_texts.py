@@ -11,7 +11,7 @@ import torch
 from tests.routing.tiny import llama, routed, token_ids
 
 from routing_lab.config import load
-from routing_lab.data.text.induction import IGNORED
+from routing_lab.data.text import IGNORED
 from routing_lab.look import main as look
 from routing_lab.probe import main as probe
 from routing_lab.probes.agreement import MaskAgreement

@@ -17,7 +17,7 @@ from routing_lab.config import ConfigError, load
 from routing_lab.config.backbones import Rope
 from routing_lab.cost.measure import WorkMeter, decoder_shape
 from routing_lab.data.layout import DataProblem
-from routing_lab.data.text.induction import IGNORED
+from routing_lab.data.text import IGNORED
 from routing_lab.data.text.windows import TextBatch
 from routing_lab.evidence.sections import sweep_section
 from routing_lab.evidence.tables import Table
@@ -212,8 +212,8 @@ def test_stretched_angles_are_those_of_transformers_and_go_again(rope: Rope) -> 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["task.eval_lengths=[0,16]"], "task.eval_lengths.0 = 0"),
-        (["task.eval_rope=longer"], "task.eval_rope = longer: input should be 'plain', 'linear', 'ntk' or 'yarn'"),
+        (["task.eval_lengths=[0,16]"], "task.eval_lengths[0] = 0: must be a whole number at least 1"),
+        (["task.eval_rope=longer"], "task.eval_rope = longer: must be one of plain, linear, ntk, yarn"),
         (["+task.lengths=[16]"], "task.lengths"),
         (["data=induction", "task.eval_lengths=[64]"], "task.eval_lengths = [64]: data=induction has windows of one"),
     ],

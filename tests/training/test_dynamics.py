@@ -15,9 +15,10 @@ from tests.routing.tiny import images, routed
 from routing_lab.config import Loaded
 from routing_lab.evidence import figures
 from routing_lab.evidence.arms import group_arms
+from routing_lab.routing.measures import jaccard
 from routing_lab.routing.trace import LayerTrace
 from routing_lab.runs.records import read_history
-from routing_lab.training.dynamics import is_spike, overlap, spread, undecided
+from routing_lab.training.dynamics import is_spike, spread, undecided
 
 
 def layer(scores: list[float], logits: list[float] | None = None) -> LayerTrace:
@@ -50,7 +51,7 @@ def test_spread_and_indecision_of_hand_made_scores() -> None:
 def test_overlap_of_hand_made_choices() -> None:
     before = torch.tensor([[[1, 1, 0, 0]], [[1, 0, 0, 0]], [[0, 0, 0, 0]]]).bool()
     now = torch.tensor([[[1, 0, 1, 0]], [[1, 0, 0, 0]], [[0, 0, 0, 0]]]).bool()
-    assert overlap(before, now) == pytest.approx([1 / 3, 1, 1])
+    assert jaccard(before, now).tolist() == [[pytest.approx(1 / 3)], [1], [1]]
 
 
 def test_a_leap_of_the_loss_is_a_spike_and_noise_is_none() -> None:

@@ -22,7 +22,7 @@ from routing_lab.axes.routers import ROUTERS, RouterConfig
 from routing_lab.axes.scalings import ScalingConfig
 from routing_lab.config.backbones import BackboneConfig
 from routing_lab.config.checks import Check, takes_options
-from routing_lab.config.problems import Problem, one_line
+from routing_lab.config.problems import Problem, from_validation, one_line
 from routing_lab.config.schema import (
     TASKS,
     IsoflopConfig,
@@ -273,9 +273,7 @@ def task_exists(task: TaskConfig) -> Iterator[Problem]:
         try:
             known.options.model_validate(task.options)
         except ValidationError as error:
-            for item in error.errors():
-                key = ".".join(str(part) for part in item["loc"])
-                yield Problem.of(f"task.{key}", item["input"], item["msg"][0].lower() + item["msg"][1:])
+            yield from from_validation(error, known.options, "task", task.options)
         return
     given = frozenset({"model", "train", "seed", "outputs", "teacher", "losses"})
     yield from takes_options("task", task.class_path, task.options, given)

@@ -21,6 +21,7 @@ from routing_lab.evidence.formatting import Kind
 from routing_lab.evidence.rules import Evidence
 from routing_lab.evidence.statistics import Bootstrap
 from routing_lab.evidence.study import SAVING, Contrast, Study, area_name, compound, contrast_problems, speed_up_name
+from routing_lab.runs.metrics import OF_PREDICTIONS
 from routing_lab.runs.records import RecordError, read_history, read_predictions
 
 EQUAL_DIFFERENCES = "equal under all seeds: no estimate of noise"
@@ -200,7 +201,7 @@ def _linear_effect(
     metric = formatting.metric(study.metric)
     scale = max(abs(value) for found in values.values() for value in found.values())
     effect = _from_values(empty, per_seed, levels, scale=scale, is_counted=metric.is_exact)
-    if effect.insensitive and study.metric == "test/acc":
+    if effect.insensitive and study.metric == OF_PREDICTIONS:
         effect = _over_examples(effect, arms, weights, levels) or effect
     elif not effect.is_exact:
         effect = _without_common(effect, variate, levels) if variate.keys() >= per_seed.keys() else effect
@@ -217,7 +218,7 @@ def _linear_effect(
             is_controlled=effect.is_controlled and not mixed,
             unequal=unequal,
             note="; ".join(filter(None, (effect.note, mixed.split(";")[0], unequal))),
-            bootstrap=_bootstrap(first, second) if study.metric == "test/acc" else None,
+            bootstrap=_bootstrap(first, second) if study.metric == OF_PREDICTIONS else None,
         )
     return effect
 

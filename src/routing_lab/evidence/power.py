@@ -227,7 +227,7 @@ def _judged(
         strict=True,
     )
     otherwise, inconclusive, insensitive = range(len(branches), len(branches) + 3)
-    verdicts, ended = np.full((2, draws), sizes[-1])
+    verdicts, ended = np.full(draws, inconclusive), np.full(draws, sizes[-1])
     is_open = np.ones(draws, bool)
     for n, two_sided, one_sided in looks:
         here = _verdicts(study, names, effects[:, :n], two_sided, one_sided)

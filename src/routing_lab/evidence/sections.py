@@ -26,7 +26,7 @@ from routing_lab.evidence.power import rule_powers
 from routing_lab.evidence.study import SAVING, Study
 from routing_lab.evidence.tables import Column, SweepTable, Table, pairwise_table, sweep_table
 from routing_lab.evidence.verdict import StudyResult, design_lines, effects_table, role
-from routing_lab.runs.metrics import DYNAMICS, EFFICIENCIES, HEADLINES, THROUGHPUTS
+from routing_lab.runs.metrics import ATTENDED, DYNAMICS, HEADLINES, THROUGHPUTS
 from routing_lab.runs.records import member_name
 
 MAX_PAIRWISE = 12
@@ -400,10 +400,10 @@ def _measure(study: Study, effect: Effect) -> tuple[str, Measure]:
 
 def _over_lengths(arms: Sequence[Arm], caption: str, level: float = 0.95) -> list[Table | Drawing | None]:
     """What runs that were tested at several lengths of text show there."""
-    quality, attended = tables.present_metric(arms), EFFICIENCIES[0]
+    quality = tables.present_metric(arms)
     drawn = [
         figures.over_lengths(arms, quality, key, f"{formatting.metric(key).label} by length of text, {caption}", name)
-        for key, name in ((quality, "lengths-quality"), (attended, "lengths-attended"))
+        for key, name in ((quality, "lengths-quality"), (ATTENDED, "lengths-attended"))
     ]
     return [tables.lengths_table(arms, caption, level), *drawn]
 

@@ -240,6 +240,8 @@ def lengths_table(arms: Sequence[Arm], caption: str, level: float = 0.95) -> Tab
     from routing_lab.evidence.statistics import summarize
 
     metric = present_metric(arms)
+    if not any(len(arm.lengths(metric)) > 1 for arm in arms):
+        return None
     shown = formatting.metric(metric)
     saved = [formatting.metric(key) for key in EFFICIENCIES]
     rows = []
@@ -249,8 +251,6 @@ def lengths_table(arms: Sequence[Arm], caption: str, level: float = 0.95) -> Tab
             summary = summarize(values, level, formatting.bounds(shown))
             numbers = (summary.n, summary.mean, summary.sd, (summary.low, summary.high))
             rows.append((arm.label, length, *numbers, *(arm.mean(column.key + suffix) for column in saved)))
-    if not any(len(arm.lengths(metric)) > 1 for arm in arms):
-        return None
     columns = (
         Column("arm", "arm"),
         Column("length", "tokens", "count"),

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from routing_lab.data.text.induction import IGNORED
+from routing_lab.data.text import IGNORED
 from routing_lab.probes.metrics import mean_interval
+from routing_lab.routing import measures
 from routing_lab.routing.backbone import LayerWatch
-from routing_lab.routing.measures import at, positions, ran
 from routing_lab.routing.model import RoutedModel
 from routing_lab.routing.tokens import Layout
 from routing_lab.routing.trace import Trace
@@ -138,23 +138,18 @@ def loss_of(output: Tensor, targets: Tensor) -> Tensor:
     return over_targets(losses, targets)
 
 
-def patches_of(trace: Trace) -> Tensor:
-    """[N0] bool: which of the tokens that entered the model are patches (or words), and not prefix tokens."""
-    return trace[0].origin[0] >= 0
-
-
 def kept_patches(trace: Trace, layers: Sequence[int]) -> np.ndarray:
     """[B, layers, P] bool: the patches that each of `layers` ran."""
-    found = ran(trace)[list(layers)][..., patches_of(trace)]
-    return found.transpose(0, 1).cpu().numpy()
+    return measures.kept_patches(trace, layers).transpose(0, 1).cpu().numpy()
 
 
 def patch_scores(trace: Trace, layers: Sequence[int]) -> np.ndarray:
     """[B, layers, P] float64: the score of each patch where it entered a routed layer, NaN where it was gone."""
-    places = positions(trace)
+    places = measures.positions(trace)
     found = []
     for layer in layers:
         scores, position = trace[layer].scores, places[layer]
         assert scores is not None
-        found.append(at(scores.double(), position).masked_fill(position < 0, math.nan)[:, patches_of(trace)])
+        scored = measures.at(scores.double(), position).masked_fill(position < 0, math.nan)
+        found.append(scored[:, measures.is_patch(trace)])
     return torch.stack(found, dim=1).cpu().numpy()

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from routing_lab.attention import AttentionStatistics, StatisticsRequest
 from routing_lab.probes.base import Arrays, Examples, Finding, Probe
-from routing_lab.probes.metrics import Array, jaccard, within
+from routing_lab.probes.metrics import Array, within
 from routing_lab.routing.base import LayerSpec, Router, RouterInput, RunState
 from routing_lab.routing.maps import Entering
+from routing_lab.routing.measures import jaccard
 from routing_lab.routing.model import RoutedModel
 from routing_lab.routing.routers import AttentionMedADRouter, AttentionReceivedRouter, AttentionVarianceRouter
 from routing_lab.routing.tokens import Tokens
@@ -78,7 +79,8 @@ class HeadCorruption(Probe):
                     after = _scores(routers, bad, here, state, patches)
                     for name in SCORERS:
                         rank = within(before[name], after[name], "spearman")
-                        kept = jaccard(*(_best(scores[name], self.fraction) for scores in (before, after)))
+                        best = [torch.from_numpy(_best(scores[name], self.fraction)) for scores in (before, after)]
+                        kept = jaccard(*best).numpy()
                         left.setdefault(f"rank/{kind}/{name}", []).append(rank)
                         left.setdefault(f"kept/{kind}/{name}", []).append(kept)
             for key, heads in left.items():

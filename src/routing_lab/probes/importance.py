@@ -13,11 +13,11 @@ from torch import Tensor
 
 from routing_lab.assembly import route
 from routing_lab.attention import StatisticsRequest
-from routing_lab.probes.base import Arrays, Examples, Finding, Probe, patch_scores, patches_of
+from routing_lab.probes.base import Arrays, Examples, Finding, Probe, patch_scores
 from routing_lab.probes.leave_one_out import EFFECTS, Operation, leave_one_out_effects
 from routing_lab.probes.metrics import COEFFICIENTS, pooled_interval, within
 from routing_lab.routing.maps import Entering
-from routing_lab.routing.measures import at, positions
+from routing_lab.routing.measures import at, is_patch, positions
 from routing_lab.routing.model import RoutedModel
 from routing_lab.streams import stream_seed
 
@@ -58,7 +58,7 @@ class Importance(Probe):
         entering: list[Entering] = []
         state = model.run_state(tokens, sample_ids=examples.index)
         _, trace = model.forward_from(Entering(0, tokens), context, state, seen=entering)
-        layers, places, patches = model.routed_layers, positions(trace), patches_of(trace)
+        layers, places, patches = model.routed_layers, positions(trace), is_patch(trace)
 
         def aligned(values: Tensor, layer: int) -> np.ndarray:
             found = at(values.double(), places[layer]).masked_fill(places[layer] < 0, float("nan"))

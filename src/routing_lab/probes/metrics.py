@@ -76,12 +76,6 @@ def share(of: NDArray[np.bool_], among: NDArray[np.bool_]) -> Array:
     return np.divide((of & among).sum(axis=1), count, out=np.full(len(count), np.nan), where=count > 0)
 
 
-def jaccard(first: NDArray[np.bool_], second: NDArray[np.bool_]) -> Array:
-    """Overlap |A and B| / |A or B| of two choices [..., N] of tokens, along the last axis; 1 where both are empty."""
-    union = (first | second).sum(axis=-1).astype(np.float64)
-    return np.divide((first & second).sum(axis=-1), union, out=np.ones_like(union), where=union > 0)
-
-
 def boundary(mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Patches of a mask [B, rows, columns] with one of their four neighbours on the other side of its outline."""
     padded = np.pad(mask, ((0, 0), (1, 1), (1, 1)), mode="edge")

@@ -21,9 +21,9 @@ from PIL import Image
 from scipy.stats import rankdata
 from torch import Tensor
 
-from routing_lab.probes.base import Examples, patches_of, traced
+from routing_lab.probes.base import Examples, traced
 from routing_lab.probes.metrics import Array
-from routing_lab.routing.measures import at, positions, ran
+from routing_lab.routing.measures import at, is_patch, positions, ran
 from routing_lab.routing.model import RoutedModel
 from routing_lab.routing.trace import Trace
 
@@ -61,7 +61,7 @@ def picture(model: RoutedModel, examples: Examples, label: str) -> Picture:
             output, trace = traced(model, examples)
     finally:
         model.train(was_training)
-    patches = patches_of(trace)
+    patches = is_patch(trace)
     states, scores = [], []
     for layer, (part, position, computed) in enumerate(zip(trace.layers, positions(trace), ran(trace), strict=False)):
         states.append(_states(trace, layer, position, computed)[:, patches])

@@ -22,7 +22,8 @@ from routing_lab.probes.base import (
     patch_scores,
     traced,
 )
-from routing_lab.probes.metrics import jaccard, position_predictability, within
+from routing_lab.probes.metrics import position_predictability, within
+from routing_lab.routing.measures import jaccard
 from routing_lab.routing.model import RoutedModel
 
 
@@ -59,18 +60,19 @@ class SelectionBehaviour(Probe):
 
     def summarise(self, arrays: Arrays) -> list[Finding]:
         kept = arrays["kept"]
+        deployed, training = (torch.from_numpy(arrays[name]) for name in ("kept", "kept_in_training"))
         layers = arrays["layer"][0].tolist()
         fraction = kept.mean(axis=2)
         findings = [Finding.mean("kept", fraction[:, rank], layer=layer) for rank, layer in enumerate(layers)]
         for rank, layer in enumerate(layers):
             by_position, majority = position_predictability(kept[:, rank])
             findings.append(Finding("by_position", by_position, n=len(kept), layer=layer, chance=majority))
-            agreement = jaccard(kept[:, rank], arrays["kept_in_training"][:, rank])
+            agreement = jaccard(deployed[:, rank], training[:, rank])
             findings.append(Finding.mean("training_agreement", agreement, layer=layer))
             if rank:
                 a, b = fraction[:, rank - 1].mean(), fraction[:, rank].mean()
                 chance = float(a * b / max(a + b - a * b, 1e-12))
-                overlap = jaccard(kept[:, rank - 1], kept[:, rank])
+                overlap = jaccard(deployed[:, rank - 1], deployed[:, rank])
                 findings.append(Finding.mean("overlap", overlap, layer=layer, chance=chance))
                 ranks = within(arrays["scores"][:, rank - 1], arrays["scores"][:, rank], "spearman")
                 findings.append(Finding.mean("overlap_rank", ranks, layer=layer, chance=0.0))

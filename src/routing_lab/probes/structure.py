@@ -183,7 +183,7 @@ def map_structure(
     batch, heads, rows, columns = *attention.query.shape[:3], attention.key.shape[2]
     if not rows or not columns:
         return None
-    present = _present(queries)
+    present = queries.present()
     weight = present.double() / present.sum(dim=1, keepdim=True).clamp_min(1)
     apart = _Distances(queries, keys, prefix, grid)
     found, even = _Rows.none(batch, heads, columns, weight), _Rows.none(batch, 1, columns, weight)
@@ -193,7 +193,7 @@ def map_structure(
         distance = apart.of(row)
         found.add(shares, row, distance)
         even.add(visible / visible.sum(dim=-1, keepdim=True), row, distance)
-    there, position = _present(keys).cpu().numpy(), keys.positions().cpu().numpy()
+    there, position = keys.present().cpu().numpy(), keys.positions().cpu().numpy()
     kind = np.where(position >= prefix, 1, np.where(position >= 0, 0, -1))
     number = there.sum(axis=1)[:, None, None]
     received = np.where(there[:, None], found.columns.cpu().numpy() * number, math.nan)
@@ -252,7 +252,7 @@ class _Distances:
     """Distances between patches of the rows and columns of a map."""
 
     def __init__(self, queries: Positioned, keys: Positioned, prefix: int, grid: tuple[int, int] | None) -> None:
-        self.sides = [(side.positions() - prefix, _present(side)) for side in (queries, keys)]
+        self.sides = [(side.positions() - prefix, side.present()) for side in (queries, keys)]
         self.columns = grid[1] if grid else 0
 
     def of(self, row: slice) -> Tensor:
@@ -267,11 +267,6 @@ class _Distances:
             distance = (first - second).abs().double()
         patches = (first >= 0) & (second >= 0) & query_there[:, row].unsqueeze(2) & key_there.unsqueeze(1)
         return distance.where(patches, math.nan)
-
-
-def _present(side: Positioned) -> Tensor:
-    """[B, N] bool, False at padding."""
-    return torch.ones(side.x.shape[:2], dtype=torch.bool, device=side.x.device) if side.valid is None else side.valid
 
 
 def _reduced(

@@ -1,6 +1,6 @@
 """Measures of how routing shares the layers out among tokens: pure functions of traces, without gradient.
 
-Shape legend: B batch, N0 tokens that entered the model, P patches.
+Shape legend: B batch, N0 tokens that entered the model, P patches, L layers.
 """
 
 from __future__ import annotations
@@ -53,7 +53,30 @@ def informative_kept(trace: Trace, informative: Tensor) -> Tensor:
 
     informative: [B, P] bool.
     """
-    return (_patches_kept(trace) & informative).sum(dim=2)
+    return (kept_patches(trace) & informative).sum(dim=2)
+
+
+def is_patch(trace: Trace) -> Tensor:
+    """[N0] bool: which of the tokens that entered the model are patches (or words), and not prefix tokens."""
+    return trace[0].origin[0] >= 0
+
+
+def kept_patches(trace: Trace, layers: Sequence[int] | None = None) -> Tensor:
+    """[L, B, P] bool: the patches that each of these layers ran; None: of every routed layer.
+
+    Raises ValueError where no layer was routed.
+    """
+    if layers is None:
+        layers = [index for index, layer in enumerate(trace.layers) if layer.scores is not None]
+        if not layers:
+            raise ValueError("the trace has no routed layer to measure")
+    return ran(trace)[list(layers)][..., is_patch(trace)]
+
+
+def jaccard(first: Tensor, second: Tensor) -> Tensor:
+    """Overlap |A and B| / |A or B| of two choices [..., N] of tokens, along the last axis; 1 where both are empty."""
+    union = (first | second).sum(dim=-1)
+    return ((first & second).sum(dim=-1).double() / union.clamp_min(1)).where(union > 0, 1.0)
 
 
 def dead_token_ratio(
@@ -69,7 +92,7 @@ def dead_token_ratio(
         unit: `token`: patches of single images; `position`: patch positions, dead where no image's patch is kept.
         layers: dead is what no routed layer keeps (`all`), or what the `last` routed layer does not keep.
     """
-    kept = [_patches_kept(trace) for trace in _several(traces)]
+    kept = [kept_patches(trace) for trace in _several(traces)]
     alive = torch.cat([part[-1] if layers == "last" else part.any(dim=0) for part in kept])
     return 1 - (alive.any(dim=0) if unit == "position" else alive).float().mean().item()
 
@@ -82,17 +105,9 @@ def maximum_violation(traces: Trace | Sequence[Trace], *, unit: Literal["layer",
         unit: the load of a routed `layer`: patches that it keeps; of a patch `position`: routed layers that keep it.
     """
     dims = (1, 2) if unit == "layer" else (0, 1)
-    load = torch.stack([_patches_kept(trace).sum(dim=dims) for trace in _several(traces)]).sum(dim=0).double()
+    load = torch.stack([kept_patches(trace).sum(dim=dims) for trace in _several(traces)]).sum(dim=0).double()
     return ((load.max() - load.mean()) / load.mean().clamp_min(1e-12)).item()
 
 
 def _several(traces: Trace | Sequence[Trace]) -> Sequence[Trace]:
     return [traces] if isinstance(traces, Trace) else traces
-
-
-def _patches_kept(trace: Trace) -> Tensor:
-    """[routed layers, B, P] bool."""
-    routed = [index for index, layer in enumerate(trace.layers) if layer.scores is not None]
-    if not routed:
-        raise ValueError("the trace has no routed layer to measure")
-    return ran(trace)[routed][..., trace[0].origin[0] >= 0]

@@ -39,6 +39,12 @@ class Positioned:
             return self.position
         return torch.arange(self.x.shape[1], device=self.x.device).expand(self.x.shape[:2])
 
+    def present(self) -> Tensor:
+        """[B, N] bool: which are tokens, and not padding."""
+        if self.valid is not None:
+            return self.valid
+        return torch.ones(self.x.shape[:2], dtype=torch.bool, device=self.x.device)
+
     def take(self, selection: Selection, x: Tensor | None = None) -> Positioned:
         """The tokens that a selection keeps, at their own positions; x [B, K, D]: their residual stream, if at hand."""
         if selection.keeps_all:
@@ -234,7 +240,6 @@ class Tokens:
         present = valid
         if valid is None and self.valid is not None:
             present = torch.ones_like(self.valid[:, 0])
-        old = self.valid if self.valid is not None else torch.ones(self.x.shape[:2], dtype=torch.bool, device=x.device)
         return Tokens(
             x=torch.cat([self.x, x.unsqueeze(1).to(self.x.dtype)], dim=1),
             num_prefix=self.num_prefix,
@@ -242,7 +247,7 @@ class Tokens:
             source=self.sources().masked_fill(stands_for, last),
             position=nn.functional.pad(self.positions(), (0, 1), value=-1),
             size=torch.cat([self.sizes(), size.unsqueeze(1).to(self.x.dtype)], dim=1),
-            valid=None if present is None else torch.cat([old, present.unsqueeze(1)], dim=1),
+            valid=None if present is None else torch.cat([self.side().present(), present.unsqueeze(1)], dim=1),
             proportional=self.proportional,
             mass=None if self.mass is None else nn.functional.pad(self.mass, (0, 1), value=1.0),
             halted=self.halted,

@@ -70,6 +70,9 @@ QUANTITIES = _declared(
 )
 """What tasks measure, by the name that follows the split."""
 
+OF_PREDICTIONS = "test/acc"
+"""The metric that `predictions.npz` decides: the share of the test examples whose prediction is their target."""
+
 HEADLINES = tuple(f"test/{name}" for name in ("ppl", "acc", "loss"))
 """What a table shows of a run that is asked for nothing else: the first that runs have."""
 
@@ -92,7 +95,9 @@ COSTS = _declared(
 )
 """What every run costs, by its key in the record's section `cost`."""
 
-EFFICIENCIES = ("cost/attended_fraction", "cost/kv_fraction", "cost/macs_fraction")
+ATTENDED = "cost/attended_fraction"
+
+EFFICIENCIES = (ATTENDED, "cost/kv_fraction", "cost/macs_fraction")
 """What routing saved, beside the metrics of a run that measures it: attending tokens of the routed layers, and bytes of
 keys and values and multiply-accumulates of the dense model.
 """

@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from routing_lab.runs.metrics import OF_PREDICTIONS
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -53,7 +55,7 @@ def recomputed(arrays: Mapping[str, np.ndarray]) -> dict[str, float]:
     if not {"prediction", "target"} <= arrays.keys() or arrays["prediction"].shape != arrays["target"].shape:
         return {}
     correct = arrays["prediction"] == arrays["target"]
-    return {"test/acc": float(correct.mean())} if correct.size else {}
+    return {OF_PREDICTIONS: float(correct.mean())} if correct.size else {}
 
 
 def disagreement(metrics: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> str | None:

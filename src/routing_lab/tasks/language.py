@@ -16,7 +16,7 @@ from torch import Tensor
 from routing_lab.backbones.decoder import stretched
 from routing_lab.cost.measure import decoder_shape
 from routing_lab.data.layout import DataProblem
-from routing_lab.data.text.induction import IGNORED
+from routing_lab.data.text import IGNORED
 from routing_lab.data.text.module import build_text
 from routing_lab.tasks.base import Task, Tested
 

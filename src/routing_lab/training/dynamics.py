@@ -11,7 +11,7 @@ Without a layer (zero-based): the mean over the routed layers. The examples are 
 pass is watched, so that nothing is computed twice; of several processes the first one is watched. A loss that is no
 number ends a run, whose record then says so.
 
-Shape legend: B examples, L routed layers, N tokens, P patches.
+Shape legend: B examples, N tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from routing_lab.routing.losses import log_odds
-from routing_lab.routing.measures import ran
+from routing_lab.routing.measures import jaccard, kept_patches
 from routing_lab.routing.trace import LayerTrace, Trace
 from routing_lab.tasks.base import Task
 
@@ -117,7 +117,7 @@ class Dynamics(pl.Callback):
         by_layer = {"spread": self._mean(spread, layers), "entropy": self._mean(undecided, layers)}
         by_layer["overlap"] = [math.nan] * len(layers)
         if self._kept is not None:
-            by_layer["overlap"] = overlap(self._kept, kept)
+            by_layer["overlap"] = jaccard(self._kept, kept).mean(dim=1).tolist()
         self._kept = kept
         for name, values in by_layer.items():
             found[name] = statistics.fmean(values)
@@ -128,18 +128,6 @@ class Dynamics(pl.Callback):
         """The mean over the followed examples of a measure [B] of a layer, for each layer."""
         rows = [torch.cat([measure(trace[layer]) for trace in self._seen])[: self.examples] for layer in layers]
         return [row.double().mean().item() for row in rows]
-
-
-def kept_patches(trace: Trace, layers: Sequence[int]) -> Tensor:
-    """[L, B, P] bool: the patches that each of these layers ran."""
-    return ran(trace)[list(layers)][..., trace[0].origin[0] >= 0]
-
-
-def overlap(before: Tensor, now: Tensor) -> list[float]:
-    """[L] |A and B| / |A or B| of kept patches [L, B, P] at two times, mean over examples; 1 where both are empty."""
-    union = (before | now).sum(dim=2)
-    shared = (before & now).sum(dim=2).double() / union.clamp_min(1)
-    return shared.where(union > 0, 1.0).mean(dim=1).tolist()
 
 
 def spread(layer: LayerTrace) -> Tensor:

@@ -2,3 +2,6 @@
 
 `schema` and `inspect` load without torch.
 """
+
+IGNORED = -100
+"""Target of a token whose successor does not count."""

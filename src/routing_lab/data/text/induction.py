@@ -17,10 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from routing_lab.data.text import IGNORED
 from routing_lab.streams import stream_seed
-
-IGNORED = -100
-"""Target of a token whose successor does not count."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from routing_lab.data.batches import Request
-from routing_lab.data.text.induction import IGNORED
+from routing_lab.data.text import IGNORED
 from routing_lab.streams import stream_seed
 
 
