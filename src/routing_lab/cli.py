@@ -17,6 +17,7 @@ COMMANDS = {
     "export": "a finished run's model as one ONNX file or torch program",
     "generate": "text from a finished run or a decoder on disk, token by token",
     "probe": "measure finished runs: agreement, selection, capacity",
+    "diff": "what differs between two runs",
     "look": "a page that shows what every layer of some runs kept",
     "report": "tables, figures and verdicts from records",
     "dashboard": "the Weights & Biases workspace of a study",

@@ -84,7 +84,7 @@ def differences(arms: Iterable[Arm]) -> list[str]:
             value = str(record.get(section, {}).get(entry))
             counts[value] = counts.get(value, 0) + 1
         if len(counts) > 1:
-            shown = ", ".join(f"{_short(value)} ({count})" for value, count in sorted(counts.items()))
+            shown = ", ".join(f"{short(value)} ({count})" for value, count in sorted(counts.items()))
             lines.append(f"cells differ in {name}: {shown}")
     dirty = sum(record["git"].get("dirty") is True for record in records)
     if records and dirty == len(records):
@@ -107,6 +107,7 @@ def unequal_costs(first: Arm, second: Arm) -> str:
     return ", ".join(parts)
 
 
-def _short(value: str) -> str:
+def short(value: str) -> str:
+    """A text, or of a hash the first ten characters."""
     is_hash = len(value) >= 40 and " " not in value
     return value[:10] if is_hash else value
