@@ -23,6 +23,7 @@ LATER: Mapping[str, Any] = MappingProxyType(
         "capacity.force": 0.0,
         "data.duplicates": "refuse",
         "data.form": "spelling",
+        "capacity.protect_count": "inside",
         "capacity.reserve": 0,
         "capacity.evaluate": "budget",
         "router.auxiliary": False,

@@ -116,6 +116,12 @@ def test_dropped_patches_leave_true_origins(name: str) -> None:
         for sample in range(3):
             rows = every.num_prefix + origin[sample, every.num_prefix :]
             assert torch.equal(left.x[sample, every.num_prefix :], every.x[sample, rows])
+        torch.manual_seed(7)
+        entered = model.embed(images())[0].origins()
+        torch.manual_seed(7)
+        _, trace = model(images(), return_trace=True)
+        assert not torch.equal(entered, origin)
+        assert all(torch.equal(layer.origin, entered) for layer in trace.layers)
         with pytest.raises(ValueError, match="8 tokens fill no grid of 4 x 4"):
             model.features(images()).map()
         torch.manual_seed(5)

@@ -234,6 +234,7 @@ def test_a_fill_policy_and_another_source_make_consecutive_layers_possible() -> 
         ("visibility=all placement.sublayer=mlp", "visibility=all has no effect"),
         ("capacity.fraction=1", "keeps every token"),
         ("capacity.fraction_last=0.2", "capacity.fraction_last has no effect"),
+        ("capacity.protect_count=beside capacity.count_prefix=false", "capacity.protect_count=beside has no effect"),
         ("capacity.warmup=0.5 train.epochs=0", "capacity.warmup has no effect"),
         ("train.epochs=2", "train.warmup_epochs=5 lasts as long as training (train.epochs=2)"),
         ("capacity=threshold", "hardly any token is kept"),

@@ -11,6 +11,8 @@ import torch
 from tests.routing.tiny import images, routed, run_state, spec
 from torch import Tensor
 
+from routing_lab.axes.budget import Offer
+from routing_lab.axes.capacities import PercentileConfig, TopKConfig
 from routing_lab.routing.capacity import Argmax, Entropy, FractionCapacity, Never, Percentile, Threshold, TopK, quantile
 from routing_lab.routing.tokens import Selection
 
@@ -118,6 +120,47 @@ def test_protected_tokens_count_within_the_budget(protect: str, protected: int) 
     assert torch.equal(selection.mask()[:, 3:].sum(dim=1), torch.full((3,), 8 - protected))
     for rule in (Percentile(layer, protect=protect), Threshold(layer, protect=protect, threshold=9.0)):
         assert select(rule, scores).mask()[:, :protected].all()
+
+
+HIGH, LOW = [9, 8, 1, 2, 3, 4, 5], [-1, -2, 1, 2, 3, 4, 5]
+"""Scores of a class token, a register and five patches."""
+
+
+@pytest.mark.parametrize(
+    ("rule", "scores", "protect", "inside", "beside"),
+    [
+        ("topk", HIGH, "prefix", [0, 1], [0, 1, 5, 6]),  # 0.4 x 7 = 2.8; 0.4 x 5 = 2, and two
+        ("topk", LOW, "prefix", [0, 1], [0, 1, 5, 6]),
+        ("topk", HIGH, "class", [0, 1], [0, 1, 6]),  # 0.4 x 6 = 2.4, and one
+        ("topk", LOW, "none", [5, 6], [5, 6]),
+        ("percentile", HIGH, "prefix", [0, 1, 6], [0, 1, 5, 6]),  # from 4.6 on; from 3.4 on
+        ("percentile", LOW, "prefix", [0, 1, 4, 5, 6], [0, 1, 5, 6]),  # from 2.6 on; from 3.4 on
+        ("percentile", HIGH, "class", [0, 1, 6], [0, 1, 5, 6]),  # from 4.6 on; from 4 on
+        ("percentile", LOW, "none", [4, 5, 6], [4, 5, 6]),
+    ],
+)
+def test_protected_tokens_within_the_budget_or_besides(
+    rule: str, scores: list[int], protect: Any, inside: list[int], beside: list[int]
+) -> None:
+    """Worked out by hand; and besides the budget the number is known before any score is, with either rule."""
+    module, config = {"topk": (TopK, TopKConfig), "percentile": (Percentile, PercentileConfig)}[rule]
+    given = torch.tensor([scores], dtype=torch.float32)
+    for protect_count, kept in (("inside", inside), ("beside", beside)):
+        options: dict[str, Any] = {"fraction": 0.4, "protect": protect, "protect_count": protect_count}
+        capacity = module(spec(prefix=("class", "registers")), **options)
+        assert select(capacity, given).padded_index().tolist() == [kept]
+        ragged = capacity(given, run_state(1, initial_tokens=7), torch.ones_like(given, dtype=torch.bool))
+        assert torch.equal(ragged.mask(), select(capacity, given).mask())
+        if protect_count == "beside" or rule == "topk":
+            assert config(**options).num_kept(Offer(7, 7, 2, rank=0, num_routed=1)) == len(kept)
+    assert select(module(spec(), fraction=0.4, protect_count="beside"), given[:, :1]).padded_index().tolist() == [[0]]
+
+
+@pytest.mark.parametrize("fraction", [0.1, 0.3, 0.5, 1.0])
+def test_a_protected_prefix_besides_the_budget_is_what_leaving_the_prefix_out_means(fraction: float) -> None:
+    scores, layer = distinct(17), spec(prefix=("class", "registers"))
+    beside = select(TopK(layer, fraction=fraction, protect_count="beside"), scores)
+    assert torch.equal(beside.mask(), select(TopK(layer, fraction=fraction, count_prefix=False), scores).mask())
 
 
 def test_protection_does_not_move_the_percentile() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cache
 from itertools import combinations, product
 from typing import Any
@@ -16,6 +16,7 @@ from tests.routing.tiny import DEPTH, HEADS, WIDTH, images, vit
 from routing_lab.assembly import attach
 from routing_lab.axes import AXES, MEMBERS
 from routing_lab.axes.bypasses import BYPASSES
+from routing_lab.axes.capacities import CAPACITIES
 from routing_lab.axes.facts import SUBLAYERS
 from routing_lab.axes.routers import ROUTERS
 from routing_lab.axes.scalings import SCALINGS
@@ -26,7 +27,10 @@ from routing_lab.routing.model import RoutedModel
 Cell = dict[str, str]
 Pair = frozenset[tuple[str, str]]
 
-REGISTRIES = {axis: MEMBERS[axis] for axis in AXES}
+VARIED = {"protect_count": ("inside", "beside")}
+"""Keys of the capacity whose values take part like the members of an axis; a capacity without the key ignores it."""
+
+REGISTRIES: dict[str, Collection[str]] = {axis: MEMBERS[axis] for axis in AXES} | VARIED
 
 BACKBONE = [f"backbone.width={WIDTH}", f"backbone.depth={DEPTH}", f"backbone.heads={HEADS}"]
 NEEDED = {
@@ -41,6 +45,7 @@ USUAL = {
     "placement": "alternate",
     "bypass": "skip",
     "visibility": "kept",
+    "protect_count": "inside",
 }
 """Members that go with nearly every other: a router that decides, gives probabilities and is never negative."""
 
@@ -66,7 +71,8 @@ def node(axis: str, name: str, **values: Any) -> dict[str, Any]:
 
 def checked(cell: Cell) -> Config:
     """The configuration of a cell; the routed part of a layer is one that scaling and bypass are defined for."""
-    config = composed() | {axis: node(axis, name) for axis, name in cell.items()}
+    config = composed() | {axis: node(axis, cell[axis]) for axis in AXES}
+    config["capacity"] |= {key: cell[key] for key in VARIED if key in config["capacity"]}
     scaling, bypass = SCALINGS[cell["scaling"]].facts, BYPASSES[cell["bypass"]].facts
     shared = [part for part in SUBLAYERS if part in scaling.sublayers and part in bypass.sublayers]
     config["placement"] |= {"sublayer": shared[0] if shared else "block", "attention_source": "last_dense"}
@@ -164,13 +170,20 @@ def trains_one_step(cell: Cell, model: RoutedModel) -> None:
             continue
         assert parameter.grad is not None, name
         assert parameter.grad.isfinite().all(), name
-        busy = int(name.split(".")[0]) not in idle
+        layer = int(name.split(".")[0])
+        busy = layer not in idle and decides(cell, layer)
         assert bool(parameter.grad.any()) or not busy or name.endswith("bias"), name
 
     torch.optim.SGD(model.parameters(), lr=1e-3).step()
     model.eval()
     with torch.no_grad():
         assert model(images(batch=4)).isfinite().all()
+
+
+def decides(cell: Cell, layer: int) -> bool:
+    """Whether a decision reaches the head: after the last layer it reads the class token alone, which a drawn decision
+    spares and which, where all are seen, is what it is whatever the others are."""
+    return layer < DEPTH - 1 or cell["visibility"] == "kept" or not CAPACITIES[cell["capacity"]].facts.relaxes
 
 
 @pytest.mark.parametrize("form", ["value", "mask", "stop_gradient"])

@@ -60,11 +60,27 @@ def topk_count(
     return min(max(kept, num_protected, 1), tokens)
 
 
-def percentile_count(fraction: float, tokens: int, compare: str = "ge", interpolation: str = "linear") -> int:
-    """How many of `tokens` distinct scores lie at (`ge`) or above (`gt`) their (1 - fraction)-quantile."""
+def topk_uncounted(num_prefix: int, num_protected: int, count_prefix: bool, protect_count: str) -> int:
+    """How many prefix tokens top-k leaves out of N and of k: all of them, the protected ones, or none."""
+    if not count_prefix:
+        return num_prefix
+    return num_protected if protect_count == "beside" else 0
+
+
+def percentile_count(
+    fraction: float, tokens: int, compare: str = "ge", interpolation: str = "linear", *, num_uncounted: int = 0
+) -> int:
+    """How many of `tokens` distinct scores lie at (`ge`) or above (`gt`) their (1 - fraction)-quantile.
+
+    Args:
+        num_uncounted: tokens whose scores take no part in the quantile and that are kept besides.
+    """
+    tokens -= num_uncounted
+    if tokens == 0:
+        return num_uncounted
     low, high, _ = quantile_bounds(1 - fraction, tokens, interpolation)
     # Between two scores the comparison does not matter; on one, `gt` leaves it out.
-    return tokens - high - (1 if low == high and compare == "gt" else 0)
+    return num_uncounted + tokens - high - (1 if low == high and compare == "gt" else 0)
 
 
 def quantile_bounds(beta: float, tokens: int, interpolation: str = "linear") -> tuple[int, int, float]:

@@ -20,11 +20,12 @@ from routing_lab.axes.base import (
     registry,
     shipped,
 )
-from routing_lab.axes.budget import Offer, layer_fraction, percentile_count, topk_count
+from routing_lab.axes.budget import Offer, layer_fraction, percentile_count, topk_count, topk_uncounted
 from routing_lab.axes.facts import BackboneFacts, CapacityTraits
 
 Order: TypeAlias = Literal["highest", "lowest"]
 Protect: TypeAlias = Literal["none", "class", "prefix"]
+ProtectCount: TypeAlias = Literal["inside", "beside"]
 Persist: TypeAlias = Literal["per_layer", "hierarchical"]
 DepthSchedule: TypeAlias = Literal["constant", "linear", "cosine", "power"]
 Shape: TypeAlias = Literal["linear", "cosine"]
@@ -149,18 +150,25 @@ class TopKConfig(ChoosingCapacityConfig):
     rounding: Rounding = "floor"
     count: CountOf = "current"
     count_prefix: bool = True
+    protect_count: ProtectCount = "inside"
 
     def num_kept(self, offer: Offer) -> int | None:
         if self.evaluate == "choice":
             return None
+        protected = self.num_protected(offer.prefix)
         return topk_count(
             self.fraction_of(offer),
             self.rounding,
             offer.tokens,
             base=offer.first_tokens if self.count == "initial" else offer.tokens,
-            num_uncounted=0 if self.count_prefix else offer.prefix,
-            num_protected=self.num_protected(offer.prefix),
+            num_uncounted=topk_uncounted(offer.prefix, protected, self.count_prefix, self.protect_count),
+            num_protected=protected,
         )
+
+    def remarks(self, beside: Beside) -> Iterator[str]:
+        yield from super().remarks(beside)
+        if self.protect_count == "beside" and not self.count_prefix:
+            yield "capacity.protect_count=beside has no effect with capacity.count_prefix=false, which leaves out more"
 
 
 class GumbelConfig(ChoosingCapacityConfig):
@@ -193,10 +201,14 @@ class PercentileConfig(FractionCapacityConfig):
     class_path: str = shipped("routing_lab.routing.capacity.Percentile")
     compare: Compare = "ge"
     interpolation: Interpolation = "linear"
+    protect_count: ProtectCount = "inside"
 
     def num_kept(self, offer: Offer) -> int:
-        count = percentile_count(self.fraction_of(offer), offer.tokens, self.compare, self.interpolation)
-        return max(self.num_protected(offer.prefix), count)
+        protected = self.num_protected(offer.prefix)
+        uncounted = protected if self.protect_count == "beside" else 0
+        fraction = self.fraction_of(offer)
+        count = percentile_count(fraction, offer.tokens, self.compare, self.interpolation, num_uncounted=uncounted)
+        return max(protected, count)
 
 
 class ThresholdConfig(CapacityConfig):

@@ -187,7 +187,7 @@ class Capacity(nn.Module, ABC):
 
     Args:
         order: whether the highest or the lowest scores are kept.
-        protect: prefix tokens that are always kept and count towards the budget: `none`, `class` or all of `prefix`.
+        protect: prefix tokens that are always kept: `none`, `class` or all of `prefix`.
         persist: `per_layer`: every layer chooses among all tokens, so that a bypassed one may return
             (Mixture-of-Depths); `hierarchical`: only among those that the routed layer before it kept
             (Mixture-of-Recursions).

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from routing_lab.axes.budget import between, layer_fraction, per_layer, quantile_bounds, topk_count
+from routing_lab.axes.budget import between, layer_fraction, per_layer, quantile_bounds, topk_count, topk_uncounted
 from routing_lab.axes.capacities import (
     ArgmaxConfig,
     ControlledConfig,
@@ -22,6 +22,7 @@ from routing_lab.axes.capacities import (
     InverseTransformConfig,
     NeverConfig,
     PercentileConfig,
+    ProtectCount,
     Rounding,
     Shape,
     ThresholdConfig,
@@ -90,6 +91,8 @@ class TopK(FractionCapacity):
         count: N is the number of tokens that enter the layer (`current`) or that entered the first layer (`initial`).
         count_prefix: whether the prefix tokens count in N and in k; if not, k patches are kept besides those protected
             (EViT, DynamicViT).
+        protect_count: whether the protected tokens count in N and in k, `inside` the budget, or are kept `beside` it;
+            with protect=prefix the same as count_prefix.
         evaluate: in evaluation, `budget`: the k best; `choice`: the tokens for which the router itself decides,
             whatever their number, which needs no later token (Mixture-of-Depths, section 3.5).
         boundary: for `choice`, the score at which the router's decision flips; a tie is not kept.
@@ -105,6 +108,7 @@ class TopK(FractionCapacity):
         rounding: Rounding = "floor",
         count: Literal["current", "initial"] = "current",
         count_prefix: bool = True,
+        protect_count: ProtectCount = "inside",
         evaluate: Evaluate = "budget",
         boundary: float | None = None,
         **options: Any,
@@ -114,7 +118,7 @@ class TopK(FractionCapacity):
         self.count = count
         self.boundary = _own_boundary(self, evaluate, boundary)
         self.compares = self.boundary is None
-        self.num_uncounted = 0 if count_prefix else len(spec.prefix)
+        self.num_uncounted = topk_uncounted(len(spec.prefix), self.num_protected, count_prefix, protect_count)
 
     def forward(self, scores: Tensor, state: RunState, valid: Tensor | None = None) -> Selection:
         if state.training or self.boundary is None:
@@ -139,13 +143,14 @@ class TopK(FractionCapacity):
 class Percentile(FractionCapacity):
     """Keeps r_i >= P_beta(R) with beta = 1 - fraction (A-MoD), or r_i > P_beta(R) (Mixture-of-Depths).
 
-    The quantile is taken over all scores, protected tokens included, and protected tokens are kept besides. Equal
-    scores share their fate, so that samples may keep different numbers; constant scores keep all with `ge` and none
-    with `gt`.
+    Protected tokens are kept whatever their scores. Equal scores share their fate, so that samples may keep different
+    numbers; constant scores keep all with `ge` and none with `gt`.
 
     Args:
         compare: `ge` or `gt`.
         interpolation: of the quantile, as numpy names them: linear, lower, higher, midpoint, nearest.
+        protect_count: the quantile is that of all scores, with the protected tokens `inside`, whose scores then decide
+            how many others are kept; or of the other scores, with the protected tokens `beside` the budget.
         others: as for every capacity with a fraction.
     """
 
@@ -157,15 +162,20 @@ class Percentile(FractionCapacity):
         *,
         compare: Literal["ge", "gt"] = "ge",
         interpolation: Interpolation = "linear",
+        protect_count: ProtectCount = "inside",
         **options: Any,
     ) -> None:
         super().__init__(spec, **options)
+        self.num_uncounted = self.num_protected if protect_count == "beside" else 0
         self.compare = compare
         self.interpolation: Interpolation = interpolation
 
     def select(self, scores: Tensor, state: RunState) -> Selection:
         beta = 1 - self.current_fraction(state.progress)
-        pool = scores if self.scope == "sample" else scores.flatten().unsqueeze(0)
+        counted = scores[:, self.num_uncounted :]
+        if counted.numel() == 0:
+            return _keep(torch.ones_like(scores, dtype=torch.bool), 0)
+        pool = counted if self.scope == "sample" else counted.flatten().unsqueeze(0)
         threshold = quantile(pool, beta, self.interpolation)
         return _keep(scores > threshold if self.compare == "gt" else scores >= threshold, self.num_protected)
 
