@@ -154,10 +154,12 @@ def routed_layers(study: Study, scale: str) -> list[int]:
         ConfigError: an arm cannot be composed.
     """
     from routing_lab.config import load
+    from routing_lab.config.match import with_target
 
     found: set[int] = set()
+    arms = {arm: study.overrides(arm, scale) for arm in study.arms}
     for arm in study.arms:
-        config = load(study.overrides(arm, scale)).config
+        config = load(with_target(arm, arms, lambda overrides: load(overrides).config)).config
         if config.router.traits.routes:
             found.update(config.placement.routed(config.backbone.depth))
     return sorted(found)

@@ -39,6 +39,7 @@ LATER: Mapping[str, Any] = MappingProxyType(
         "task.eval_lengths": [],
         "task.eval_rope": "plain",
         "train.dynamics": 0,
+        "match": {"key": None, "to": None, "macs": None, "share": 1.0, "tolerance": 0.01, "solution": None},
         "task": {"name": "classification", "_target_": "routing_lab.tasks.classification.Classification"},
     }
 )

@@ -25,13 +25,14 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import partial
+from functools import lru_cache, partial
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from routing_lab.config import Composer, Config, ConfigError, Loaded, check_overrides, identity, run_folder
+from routing_lab.config.match import told, with_target
 from routing_lab.config.probing import probe_settings
 from routing_lab.config.problems import Problem, alternatives, lines_of
 from routing_lab.data.state import changed_inputs
@@ -189,6 +190,9 @@ def describe(planned: PlannedStudy) -> str:
         ),
         "",
     ]
+    matched = {arm: loaded.config.match for arm, loaded in planned.arms.items()}
+    if costs := [f"  {arm}: {told(match)}" for arm, match in matched.items() if match.solution is not None]:
+        lines += ["matched by cost:", *costs, ""]
     left = sum(state != FINISHED for state in states)
     seconds = left * settings.seconds_per_cell
     lines.append(f"{left} cells to run, about {formatting.duration(seconds)} one after the other on {settings.machine}")
@@ -318,7 +322,16 @@ def _composed(
     seed: int,
 ) -> Loaded:
     own = [f"study={study.key(scale)}", f"arm={arm}", f"seed={seed}"]
-    return check_overrides(composer, [*hydra, *study.overrides(arm, scale, extra), *own], here=here)
+
+    arms = {name: [*hydra, *study.overrides(name, scale, extra)] for name in study.arms}
+    words = with_target(arm, arms, lambda overrides: _target(composer, tuple(overrides), here))
+    return check_overrides(composer, [*words, *own], here=here)
+
+
+@lru_cache(maxsize=8)
+def _target(composer: Composer, overrides: tuple[str, ...], here: bool) -> Config:
+    """The configuration that other arms are matched to, many of them to the same one."""
+    return check_overrides(composer, overrides, here=here).config
 
 
 def _cells(
@@ -337,7 +350,9 @@ def _cells(
         config, resolved = found[arm][seed]
         cells.append(Cell(arm, seed, identity(resolved)))
         folders.append(run_folder(config, resolved))
-        jobs.append([*study.overrides(arm, scale, overrides), f"arm={arm}", f"seed={seed}"])
+        macs = config.match.macs
+        target = [] if macs is None else [f"match.macs={macs}"]
+        jobs.append([*study.overrides(arm, scale, overrides), *target, f"arm={arm}", f"seed={seed}"])
     return cells, folders, jobs
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from routing_lab.cost.isoflop import chosen_layers, solve_depth, solve_width
+from routing_lab.cost.isoflop import chosen_layers, closest, solve_depth, solve_width
 from routing_lab.cost.macs import ModelShape, dense_macs
 
 TABLES: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "flops.json").read_text())["isoflop_deit_s"]
@@ -53,6 +53,16 @@ def test_no_other_multiple_of_the_heads_comes_closer(step: int, heads: int, shar
             other = replace(full, width=width, mlp_hidden=3 * width)
             assert gap <= abs(dense_macs(other).total - target)
     assert abs(dense_macs(solve_width(full, target)).total - target) <= gap
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=30), st.integers(-5, 90), st.sampled_from([1, -1]))
+def test_of_the_numbers_of_a_range_none_comes_closer(steps: list[int], target: int, sign: int) -> None:
+    costs = [sign * sum(steps[: i + 1]) for i in range(len(steps))]
+    found = closest(costs.__getitem__, target, 0, len(costs) - 1)
+    gaps = [abs(cost - target) for cost in costs]
+    assert [gaps[number] for number in found] == [min(gaps)] * len(found)
+    cheapest = min(cost for cost in costs if abs(cost - target) == min(gaps))
+    assert list(found) == [number for number, cost in enumerate(costs) if cost == cheapest]
 
 
 def test_layers_that_stay() -> None:

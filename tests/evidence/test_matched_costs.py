@@ -1,39 +1,23 @@
-"""Studies that compare methods compare them at one cost: every arm that says its cost beforehand lies within 1 %."""
+"""A study that compares methods compares them at one cost, and its plan says which number of each arm gives it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
+from routing_lab import study as study_command
 
-from routing_lab.config import Composer, check_overrides
-from routing_lab.config.nominal import layer_tokens, nominal_counts, routing_rules
-from routing_lab.cost.macs import routed_macs
-from routing_lab.evidence.study import load_study
-
-STUDY = load_study(Path(__file__).parents[2] / "experiments" / "token_reduction.yaml")
-MATCHED = ("mod", "random", "shuffled", "evit", "attention_variance", "tome", "dynamicvit")
-BY_SCORES = ("avit", "ats")
-COMPOSER = Composer()
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 
 
-def cost(arm: str, scale: str) -> float | None:
-    """Multiply-accumulates of an arm's blocks without its router; None: they depend on the scores."""
-    stand_in = ["data=planted", "recipe=quick"] if scale == "paper" else []
-    config = check_overrides(COMPOSER, [*STUDY.overrides(arm, scale), "seed=0", *stand_in]).config
-    shape = config.backbone.shape(10)
-    assert shape is not None
-    routed = config.placement.routed(shape.depth)
-    counts = nominal_counts(config, routed, shape.depth, shape.tokens, shape.prefix)
-    if counts is None:
-        return None
-    return routed_macs(shape, layer_tokens(routing_rules(config, routed, shape.depth), counts)).total
-
-
-@pytest.mark.parametrize("scale", STUDY.scales)
-def test_token_reduction_compares_at_the_cost_of_amod(scale: str) -> None:
-    target = cost("amod", scale)
-    assert target is not None
-    gaps = {arm: (cost(arm, scale) or 0) / target - 1 for arm in MATCHED}
-    assert {arm: gap for arm, gap in gaps.items() if abs(gap) > 0.01} == {}
-    assert {arm: cost(arm, scale) for arm in BY_SCORES} == dict.fromkeys(BY_SCORES)
+def test_every_arm_of_token_reduction_but_the_dense_one_is_of_one_cost() -> None:
+    planned = study_command.plan_study(EXPERIMENTS / "token_reduction.yaml", here=False)
+    matched = {arm: loaded.config.match for arm, loaded in planned.arms.items()}
+    assert [arm for arm, match in matched.items() if match.solution is None] == ["dense"]
+    found = [match for arm, match in matched.items() if arm != "dense"]
+    assert len({match.share * match.macs for match in found}) == 1
+    assert all(abs(match.solution.ratio - 1) <= 0.01 for match in found)
+    told = study_command.describe(planned)
+    assert "  tome: match.key=bypass.merged: at [" in told
+    # A cell is given the cost of the arm, and so finds the same number anywhere.
+    evit = planned.jobs[[cell.arm for cell in planned.plan.cells].index("evit")]
+    assert f"match.macs={matched['evit'].macs}" in evit

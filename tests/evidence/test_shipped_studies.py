@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from routing_lab import study as study_command
-from routing_lab.config import Composer, check_overrides
+from routing_lab.config import Composer, Loaded, check_overrides
+from routing_lab.config.match import with_target
 from routing_lab.evidence.claims import load_claims
 from routing_lab.evidence.formatting import metric
 from routing_lab.evidence.power import power_lines, simulate, true_values
 from routing_lab.evidence.rules import parse_condition
-from routing_lab.evidence.study import StudyError, check_arms, load_study
+from routing_lab.evidence.study import Study, StudyError, check_arms, load_study
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 MANY = 20
@@ -24,6 +26,14 @@ STUDIES = sorted(path for path in EXPERIMENTS.glob("*.yaml") if path.stem != "cl
 @pytest.fixture(scope="module")
 def composer() -> Composer:
     return Composer()
+
+
+def composed(study: Study, arm: str, scale: str, composer: Composer) -> Loaded:
+    def checked(overrides: Sequence[str]) -> Loaded:
+        return check_overrides(composer, [*overrides, "seed=0"], here=False)
+
+    arms = {name: study.overrides(name, scale) for name in study.arms}
+    return checked(with_target(arm, arms, lambda overrides: checked(overrides).config))
 
 
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
@@ -40,7 +50,7 @@ def test_study_composes_and_its_contrasts_are_what_they_say(path: Path, composer
             *(arm for named in study.contrasts.values() for arm in named.arms),
         }
         for arm in study.arms if len(study.arms) <= MANY else sorted(read):
-            loaded = check_overrides(composer, [*study.overrides(arm, scale), "seed=0"], here=False)
+            loaded = composed(study, arm, scale, composer)
             # Nothing but what lies on other machines is lacking.
             assert {problem.key for problem in loaded.absent} <= {"data.root", "data.path", "init.path"}
             configs[arm] = loaded.resolved

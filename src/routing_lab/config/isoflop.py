@@ -13,12 +13,7 @@ from typing import Any
 from routing_lab.axes import AXES
 from routing_lab.axes.routers import DenseRouterConfig
 from routing_lab.config.backbones import TimmBackboneConfig
-from routing_lab.config.nominal import (
-    layer_tokens,
-    nominal_counts,
-    routing_rules,
-    unsaid,
-)
+from routing_lab.config.nominal import UnknownCost, nominal_macs
 from routing_lab.config.problems import Problem
 from routing_lab.config.schema import (
     Config,
@@ -27,7 +22,8 @@ from routing_lab.config.schema import (
     IsoflopSolution,
 )
 from routing_lab.cost.isoflop import chosen_layers, solve_depth, solve_width
-from routing_lab.cost.macs import ModelShape, dense_macs, routed_macs
+from routing_lab.cost.macs import ModelShape, dense_macs
+from routing_lab.keys import LATER
 
 
 def with_baseline(sections: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem], list[str]]:
@@ -81,12 +77,20 @@ def with_baseline(sections: Mapping[str, Any]) -> tuple[dict[str, Any], list[Pro
     return {**sections, **baseline}, [], [remark]
 
 
+def tolerance_for(ratio: float) -> float:
+    """The smallest tolerance, in thousandths, that a cost of so much of its target meets."""
+    return math.ceil(abs(ratio - 1) * 1000) / 1000
+
+
 def full_size(resolved: Mapping[str, Any]) -> dict[str, Any]:
-    """A resolved configuration, as plain values, with the backbone at the size it had before it became a baseline."""
+    """A resolved configuration, as plain values, matched to nothing, and with the backbone at the size it had before it
+    became a baseline.
+    """
     solution = resolved["isoflop"]["solution"]
     full = {} if solution is None else solution["full"]
     none = {"by": "none", "target_macs": None, "solution": None}
-    return {**resolved, "backbone": {**resolved["backbone"], **full}, "isoflop": {**resolved["isoflop"], **none}}
+    sizes = {"backbone": {**resolved["backbone"], **full}, "isoflop": {**resolved["isoflop"], **none}}
+    return {**resolved, **sizes, "match": LATER["match"]}
 
 
 def _target(config: Config, full: ModelShape) -> float | Problem:
@@ -95,24 +99,11 @@ def _target(config: Config, full: ModelShape) -> float | Problem:
     if not config.router.traits.routes:
         message = f"router={config.router.name} routes nothing: choose the arm to be matched, or give the MACs"
         return Problem.of(key, None, message)
-    if members := unsaid(config):
-        message = f"only a run tells what {' '.join(members)} computes: its class has no `traits`; give the MACs"
-        return Problem.of(key, None, message)
-    routed = config.placement.routed(full.depth)
-    counts = nominal_counts(config, routed, full.depth, full.tokens, full.prefix)
-    if counts is None:
-        return Problem.of(
-            key,
-            None,
-            f"what capacity={config.capacity.name} bypass={config.bypass.name} keeps depends on the scores; give the "
-            "MACs, for instance cost.macs_measured of the arm's record",
-        )
-    weights = config.router.weights(full.width)
-    if weights is None:
-        return Problem.of(key, None, f"only the class of router={config.router.name} knows its own cost; give the MACs")
-    routers = weights * sum(count.scored for count in counts)
-    layers = layer_tokens(routing_rules(config, routed, full.depth), counts)
-    return routed_macs(full, layers).total + routers
+    try:
+        return nominal_macs(config, full)
+    except UnknownCost as error:
+        measured = "give the MACs, for instance cost.macs_measured of the arm's record"
+        return Problem.of(key, None, f"{error}; {measured}")
 
 
 def _too_far(
@@ -120,12 +111,11 @@ def _too_far(
 ) -> Problem:
     size = f"depth {shape.depth} of {backbone.depth}" if isoflop.by == "depth" else f"width {shape.width}"
     finer = {"depth": "isoflop.by=width", "width": "isoflop.mlp=adjust"}[isoflop.by]
-    needed = math.ceil(abs(ratio - 1) * 1000) / 1000
     return Problem.of(
         "isoflop.tolerance",
         isoflop.tolerance,
         f"the closest dense model, {size}, costs {ratio:.3f} of the target {round(target):,} MACs; use {finer}, or "
-        f"allow the gap with isoflop.tolerance={needed:g}",
+        f"allow the gap with isoflop.tolerance={tolerance_for(ratio):g}",
     )
 
 

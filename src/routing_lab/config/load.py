@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
 
@@ -18,6 +19,7 @@ from routing_lab.axes.losses import LossConfig, OutsideLossConfig
 from routing_lab.config.checks import outside_members, run_checks
 from routing_lab.config.compose import Composer, plain
 from routing_lab.config.isoflop import with_baseline
+from routing_lab.config.match import with_match
 from routing_lab.config.problems import ConfigError, Problem, accepted_by, alternatives, from_validation, parts_of
 from routing_lab.config.refusals import OF_THIS_MACHINE, REFUSALS
 from routing_lab.config.remarks import ABOUT_FILES, REMARKS
@@ -142,15 +144,39 @@ def _check(composed: DictConfig, facts: BackboneFacts | None, problems: list[Pro
     absent = () if here else tuple(run_checks(seen, OF_THIS_MACHINE))
     remarks: list[str] = []
     if not problems and facts is None:
-        sections, problems, remarks = with_baseline(sections)
+        sections, problems, remarks = with_match(sections, partial(_preset, seen["facts"]))
+        if sections["match"].solution is not None:  # what was found is checked as if it had been given
+            seen = {**seen, **sections, "facts": sections["backbone"].facts()}
+            problems = list(run_checks(seen, [check for check in REFUSALS if check not in OF_THIS_MACHINE]))
+    if not problems and facts is None:
+        sections, problems, found = with_baseline(sections)
+        remarks += found
         seen = {**seen, **sections}
-    elif facts is not None and "isoflop" in sections and sections["isoflop"].by != "none":
-        problems.append(Problem.of("isoflop.by", sections["isoflop"].by, "sizes a model to build; this one is given"))
+    elif facts is not None:
+        problems += [
+            Problem.of(key, value, "sizes a model to build; this one is given")
+            for key, value in _sizes(sections).items()
+        ]
     if problems:
         raise ConfigError(problems)
     config = Config.model_construct(**sections)
     remarks += run_checks(seen, [check for check in REMARKS if not (absent and check in ABOUT_FILES)])
     return Loaded(config, config.model_dump(mode="json", by_alias=True), remarks, absent)
+
+
+def _preset(facts: BackboneFacts, name: str) -> Config:
+    """A named method on a backbone with these facts. Raises ConfigError."""
+    return load([f"method={name}"], facts=facts).config
+
+
+def _sizes(sections: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that say how large a model is to be built for a cost, where they do."""
+    sizes = {}
+    if "isoflop" in sections and sections["isoflop"].by != "none":
+        sizes["isoflop.by"] = sections["isoflop"].by
+    if "match" in sections and sections["match"].key is not None:
+        sizes["match.key"] = sections["match"].key
+    return sizes
 
 
 def _validate(data: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:

@@ -18,7 +18,7 @@ from routing_lab.axes.placements import PlacementConfig
 from routing_lab.axes.routers import RouterConfig
 from routing_lab.axes.scalings import ScalingConfig
 from routing_lab.axes.visibilities import VisibilityConfig
-from routing_lab.cost.macs import LayerRule, LayerTokens, layer_rules
+from routing_lab.cost.macs import LayerRule, LayerTokens, ModelShape, layer_rules, routed_macs
 
 
 class RoutingAxes(Protocol):
@@ -36,6 +36,10 @@ class RoutingAxes(Protocol):
     def bypass(self) -> BypassConfig: ...
     @property
     def visibility(self) -> VisibilityConfig: ...
+
+
+class UnknownCost(ValueError):
+    """Why there is no nominal cost: what is computed depends on the scores, or only a class knows it."""
 
 
 @dataclass(frozen=True)
@@ -114,3 +118,23 @@ def layer_tokens(rules: Sequence[LayerRule], counts: Sequence[Treated]) -> list[
         rule.tokens(count.entering, count.entering if rule.sublayer is None else count.treated)
         for rule, count in zip(rules, counts, strict=True)
     ]
+
+
+def nominal_macs(axes: RoutingAxes, shape: ModelShape) -> float:
+    """Nominal multiply-accumulates of one example, routers included.
+
+    Raises:
+        UnknownCost: there is no such number.
+        ValueError: a placed layer does not exist in a model of this depth.
+    """
+    if members := unsaid(axes):
+        raise UnknownCost(f"only a run tells what {' '.join(members)} computes: its class has no `traits`")
+    routed = axes.placement.routed(shape.depth) if axes.router.traits.routes else []
+    counts = nominal_counts(axes, routed, shape.depth, shape.tokens, shape.prefix)
+    if counts is None:
+        raise UnknownCost(f"what capacity={axes.capacity.name} bypass={axes.bypass.name} keeps depends on the scores")
+    weights = axes.router.weights(shape.width)
+    if weights is None:
+        raise UnknownCost(f"only the class of router={axes.router.name} knows its own cost")
+    layers = layer_tokens(routing_rules(axes, routed, shape.depth), counts)
+    return routed_macs(shape, layers).total + weights * sum(count.scored for count in counts)

@@ -26,6 +26,7 @@ from routing_lab.config.problems import Problem, from_validation, one_line
 from routing_lab.config.schema import (
     TASKS,
     IsoflopConfig,
+    MatchConfig,
     TaskConfig,
     TaskFacts,
 )
@@ -372,6 +373,13 @@ def isoflop_fits(isoflop: IsoflopConfig, init: InitConfig, train: TrainConfig) -
         yield Problem.of("train.distill_teacher", "initial", message)
 
 
+def one_cost_is_asked_for(isoflop: IsoflopConfig, match: MatchConfig) -> Iterator[Problem]:
+    """A baseline costs what the arm does that the keys describe, which is then not sized itself."""
+    if isoflop.by != "none" and match.key is not None:
+        message = "isoflop sizes a dense model already; with router=dense match.key=backbone.width sizes one too"
+        yield Problem.of("match.key", match.key, message)
+
+
 def trackers_are_installed(tracking: TrackingConfig) -> Iterator[Problem]:
     """`tracking=tensorboard` without its package, which is not among the required ones."""
     if "tensorboard" in tracking and find_spec("tensorboard") is None:
@@ -405,6 +413,7 @@ REFUSALS: tuple[Check, ...] = (
     frozen_routers_exist,
     backbone_has_sizes,
     isoflop_fits,
+    one_cost_is_asked_for,
     teacher_is_trained,
     trackers_are_installed,
 )

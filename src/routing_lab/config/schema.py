@@ -60,6 +60,28 @@ class IsoflopConfig(Strict):
     solution: IsoflopSolution | None
 
 
+# --- a run of a stated cost ---
+
+
+class MatchSolution(Strict):
+    """What `match` found: the value of its key, the nominal cost, and its ratio to the target."""
+
+    value: float | int | list[int] | list[float]
+    macs: Positive
+    ratio: float = Field(gt=0)
+
+
+class MatchConfig(Strict):
+    """The key whose value makes the run cost `share` of what `to` names, or of `macs`; `key` null: none does."""
+
+    key: Annotated[str, Field(pattern=r"^\w+\.\w+$")] | None = None
+    to: Name | None = None
+    macs: Annotated[float, Field(gt=0)] | None = None
+    share: float = Field(default=1.0, gt=0)
+    tolerance: float = Field(default=0.01, ge=0)
+    solution: MatchSolution | None = None
+
+
 # --- the task ---
 
 
@@ -133,6 +155,7 @@ class Config(Strict):
     visibility: SerializeAsAny[VisibilityConfig]
     losses: dict[str, SerializeAsAny[LossConfig]]
     isoflop: IsoflopConfig
+    match: MatchConfig
     task: TaskConfig
     data: DataConfig
     init: InitConfig

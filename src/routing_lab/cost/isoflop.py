@@ -1,4 +1,5 @@
-"""Dense models of a given cost: how many layers, or which width, a baseline needs. Imports no torch.
+"""Which size costs what it should: the number that a knob of any configuration needs, and the layers or the width of a
+dense baseline. Imports no torch.
 
 Costs are multiply-accumulates under the convention of `routing_lab.cost.macs`.
 """
@@ -6,17 +7,44 @@ Costs are multiply-accumulates under the convention of `routing_lab.cost.macs`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
+from functools import cache
+from itertools import count
 from typing import Literal
 
 from routing_lab.cost.macs import ModelShape, dense_macs
 
 
+def closest(cost: Callable[[int], float], target: float, low: int, high: int | None = None) -> range:
+    """The numbers that come closest to a target cost: neighbours of equal cost, the cheaper ones of two equally close.
+
+    Args:
+        cost: of a number; it rises, or falls, over the whole range, and may stay where it is in between.
+        target: the cost wanted.
+        low, high: the range, both included. high None: as far as the target is reached, of a cost that rises for good.
+    """
+    cost = cache(cost)
+    if high is None:
+        high = next(number for number in (max(low, 1) * 2**power for power in count()) if cost(number) >= target)
+    numbers = range(low, high + 1)
+    sign = 1 if cost(low) <= cost(high) else -1
+
+    def rising(number: int) -> float:
+        return sign * cost(number)
+
+    above = bisect_right(numbers, sign * target, key=rising)
+    around = numbers[max(0, above - 1) : above + 1]
+    found = min((cost(number) for number in around), key=lambda macs: (abs(macs - target), macs))
+    return numbers[bisect_left(numbers, sign * found, key=rising) : bisect_right(numbers, sign * found, key=rising)]
+
+
 def solve_depth(full: ModelShape, target: float) -> ModelShape:
     """The model with as many layers of `full`, at least one and at most all, as come closest to the target cost."""
-    return _closest((replace(full, depth=depth) for depth in range(1, full.depth + 1)), target)
+    depths = closest(lambda depth: dense_macs(replace(full, depth=depth)).total, target, 1, full.depth)
+    return replace(full, depth=depths[0])
 
 
 def solve_width(full: ModelShape, target: float, mlp: Literal["keep", "adjust"] = "adjust") -> ModelShape:
@@ -34,8 +62,7 @@ def solve_width(full: ModelShape, target: float, mlp: Literal["keep", "adjust"] 
         width = step * full.heads
         return replace(full, width=width, mlp_hidden=max(1, math.floor(width * ratio)), head_dim=None)
 
-    step = _last_below(lambda number: dense_macs(resized(number)).total <= target)
-    shape = _closest((resized(number) for number in (max(1, step), step + 1)), target)
+    shape = resized(closest(lambda step: dense_macs(resized(step)).total, target, 1)[0])
     if mlp == "keep":
         return shape
     one = shape.depth * shape.tokens * shape.mlp_matrices * shape.width
@@ -50,19 +77,3 @@ def chosen_layers(full_depth: int, depth: int, rule: Literal["first", "uniform"]
     if rule == "first" or depth == 1:
         return list(range(depth))
     return [math.floor(rank * (full_depth - 1) / (depth - 1) + 0.5) for rank in range(depth)]
-
-
-def _closest(shapes: Iterable[ModelShape], target: float) -> ModelShape:
-    return min(shapes, key=lambda shape: abs(dense_macs(shape).total - target))
-
-
-def _last_below(is_below: Callable[[int], bool]) -> int:
-    """The largest number for which a falling condition holds, 0 if it holds for none."""
-    high = 1
-    while is_below(high):
-        high *= 2
-    low = high // 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if is_below(middle) else (low, middle)
-    return low

@@ -27,7 +27,7 @@ Event = Literal["registered", "revised", "amended"]
 UNKNOWN_DATE = "unknown"
 """Date of a plan that an earlier version wrote, which kept none."""
 
-_FREE = ("notes", "question")
+_FREE = ("notes", "question", "tests")
 _FREE_OF_SCALES = ("seconds_per_cell", "machine", "spread", "spread_from")
 """What may change without the study being another one: words, and what was expected of time and spread."""
 

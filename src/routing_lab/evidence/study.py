@@ -238,11 +238,15 @@ class ScaleSettings(_Strict):
 
 
 class Study(_Strict):
-    """A study as written in its file. See `load_study`."""
+    """A study as written in its file. See `load_study`.
+
+    `tests`: row of `docs/ledger.csv` -> the effects that decide what the row says.
+    """
 
     name: str = Field(pattern=r"^[A-Za-z0-9_-]+$")
     question: Text
     hypothesis: Hypothesis
+    tests: dict[Text, list[Text]] = Field(default_factory=dict)
     arms: dict[Text, Overrides] = Field(min_length=2)
     seeds: Seeds
     reference: Text
@@ -679,6 +683,7 @@ def _decision_problems(study: Study) -> list[str]:
     named = [(f"hypothesis.predicted.{name}", name) for name in study.hypothesis.predicted]
     named += [(f"controls.positive.{name}", name) for name in study.controls.positive]
     named += [(f"controls.negative.{name}", name) for name in study.controls.negative]
+    named += [(f"tests.{row}", name) for row, names in study.tests.items() for name in names]
     problems += [f"{where}: no such effect; there are: {known}" for where, name in named if name not in effects]
     problems += [
         f"controls.positive.{name}=0: the least size with which it must come out is expected"

@@ -358,6 +358,7 @@ def _kept(config: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration without `NOT_COMPARED`, and without what came later where it changes nothing; nodes that lose a
     key are copied.
     """
+    config = _as_matched(config)
     kept = {key: value for key, value in config.items() if key not in NOT_COMPARED and LATER.get(key) != value}
     for key in NOT_COMPARED:
         node, _, entry = key.partition(".")
@@ -368,6 +369,21 @@ def _kept(config: Mapping[str, Any]) -> dict[str, Any]:
         if entry and isinstance(kept.get(node), Mapping) and kept[node].get(entry) == neutral:
             kept[node] = {name: value for name, value in kept[node].items() if name != entry}
     return kept
+
+
+def _as_matched(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A configuration whose cost was matched, with the cost in the place of the number that gave it.
+
+    Arms of one cost differ in what costs it, not in how many tokens pay for it. Sizes of the backbone stay as they are.
+    """
+    match = config.get("match") or {}
+    section, _, key = (match.get("key") or "").partition(".")
+    if not section:
+        return config
+    kept = {name: node for name, node in config.items() if name != "match"}
+    if section == "backbone":
+        return kept
+    return {**kept, section: {**config[section], key: f"{match['share']:g} of {match['macs']:.0f} MACs"}}
 
 
 def _visible(node: Mapping[str, Any]) -> dict[str, Any]:

@@ -57,16 +57,18 @@ class CostMeter:
             "macs_nominal": nominal,
             "macs_measured": measured,
             "statistics_macs": block_macs(shape, self.work.repeated()),
-            **_isoflop(self._config, measured),
+            **_against_target(self._config, measured),
         }
 
 
-def _isoflop(config: Config, measured: float) -> dict[str, float]:
-    """For a baseline of equal cost what it was to cost, and how much of that it does."""
-    target = config.isoflop.target_macs
-    if config.isoflop.by == "none" or target is None:
-        return {}
-    return {"isoflop_target": target, "isoflop_ratio": measured / target}
+def _against_target(config: Config, measured: float) -> dict[str, float]:
+    """For a run of a stated cost (`isoflop`, `match`) what it was to cost, and how much of that it does."""
+    found = {}
+    if config.isoflop.by != "none" and config.isoflop.target_macs is not None:
+        found = {"isoflop_target": config.isoflop.target_macs}
+    if config.match.key is not None and config.match.macs is not None:
+        found = {"match_target": config.match.share * config.match.macs}
+    return found | {key.replace("target", "ratio"): measured / target for key, target in found.items()}
 
 
 def _router_macs(model: Any, tokens: Sequence[float]) -> float:
