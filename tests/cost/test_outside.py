@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from tests.routing.tiny import images
 
 from routing_lab.assembly import build_model
@@ -91,7 +92,7 @@ SIZE = ["backbone.image_size=8", "backbone.channels=3", "backbone.depth=4", "dat
 def costs(config: Config) -> dict[str, float]:
     model = build_model(config, 10).eval()
     meter = CostMeter(model, config, vision_shape(model.backbone))
-    meter.work.add(model(images(2, 8), return_trace=True)[1])
+    meter.add(model(images(2, 8), return_trace=True)[1], torch.arange(2))
     return meter.section()
 
 

@@ -27,6 +27,12 @@ def test_a_finished_run_leaves_a_complete_record(run: Run) -> None:
         *("train_seconds", "train_images_per_second"),
     }
     assert record["routing"]["routed_layers"] == [1]
+    assert record["routing"]["initial_tokens"] == 17
+    assert record["routing"]["prefix_tokens"] == 1
+    assert record["routing"]["tokens"] == {0: 17, 1: 8}
+    assert record["cost"]["tokens_processed"] == 25 / 34
+    assert record["cost"]["macs_fraction"] == record["cost"]["macs_measured"] / record["cost"]["macs_dense"]
+    assert record["cost"]["macs_sd"] == 0
     assert record["routing"]["kept_fraction"].keys() == {1}
     assert record["environment"].keys() >= {"python", "torch", "timm", "lightning", "cpu", "threads", "device"}
     assert record["git"].keys() == {"commit", "dirty"}
@@ -51,10 +57,27 @@ def test_accuracy_and_loss_equal_the_predictions(run: Run) -> None:
     assert metrics["test/loss"] == np.mean(arrays["loss"], dtype=np.float64)
 
 
+def test_the_cost_of_every_example_is_kept(run: Run) -> None:
+    """Under a threshold examples differ in it; training is counted by what the capacity had it compute."""
+    ragged = run("router=linear", "capacity=threshold", "capacity.threshold=0.0")
+    with np.load(RunFolder(ragged["folder"]).predictions) as saved:
+        macs = saved["macs"]
+    cost = ragged["record"]["cost"]
+    assert np.ptp(macs) > 0
+    assert cost["macs_measured"] == pytest.approx(macs.mean())
+    assert cost["macs_sd"] == pytest.approx(macs.std())
+    warm = run("router=linear", "capacity.warmup=0.5", "capacity.fraction=0.5")
+    first, second = read_history({"folder": warm["folder"]})["cost/train_macs"]
+    cost = warm["record"]["cost"]
+    assert first == cost["macs_dense"] + 17 * 16  # at first every token is kept, and read by the router
+    assert second == cost["macs_measured"]
+    assert cost["train_flops"] == 6 * (first + second) * warm["record"]["data"]["sizes"]["train"]
+
+
 def test_logits_are_left_out_of_large_predictions(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("routing_lab.tasks.classification.MAX_LOGITS", 100)
     with np.load(RunFolder(run()["folder"]).predictions) as saved:
-        assert set(saved) == {"index", "target", "prediction", "loss"}
+        assert set(saved) == {"index", "target", "prediction", "loss", "macs"}
 
 
 def test_a_finished_run_is_reported_not_repeated(run: Run) -> None:
@@ -198,6 +221,10 @@ def test_distillation_learns_from_the_dense_run(run: Run, kind: str) -> None:
     assert result["record"]["metrics"]["train/loss"] != plain["record"]["metrics"]["train/loss"]
     names = load_file(RunFolder(result["folder"]).final).keys()
     assert names == load_file(RunFolder(plain["folder"]).final).keys()
+    cost, alone = result["record"]["cost"], plain["record"]["cost"]
+    assert cost["teacher_macs"] == cost["macs_dense"]
+    taught = 2 * cost["teacher_macs"] * 2 * result["record"]["data"]["sizes"]["train"]
+    assert cost["train_flops"] == pytest.approx(alone["train_flops"] + taught)
     assert len([path for path in result["folder"].parent.iterdir() if path.name.startswith("dense-")]) == 1
 
 

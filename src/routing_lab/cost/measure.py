@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from routing_lab.backbones import adapt
-from routing_lab.cost.macs import LayerTokens, ModelShape
+from routing_lab.cost.macs import LayerTokens, ModelShape, routed_macs
 from routing_lab.routing.trace import Trace
 from routing_lab.routing.work import Work
 
@@ -82,6 +83,17 @@ def parameter_counts(model: nn.Module) -> dict[str, int]:
     return {"params": sum(parameter.numel() for parameter in model.parameters()), "router_params": routers}
 
 
+def sample_macs(trace: Trace, shape: ModelShape, router_weights: Mapping[int, int]) -> Tensor:
+    """[B] float64: multiply-accumulates of each sample of one forward.
+
+    router_weights: multiply-accumulates of a router for one token, by layer.
+    """
+    counts: list[Any] = [LayerTokens(**{name: getattr(part.work, name) for name in COUNTED}) for part in trace.layers]
+    macs: Any = routed_macs(shape, counts).total
+    macs = macs + sum(trace[layer].work.router * weights for layer, weights in router_weights.items())
+    return torch.as_tensor(macs).cpu().double().expand(len(trace[0].counts))
+
+
 class WorkMeter:
     """Means over samples of what each layer computed.
 
@@ -102,7 +114,7 @@ class WorkMeter:
         for layer, part in enumerate(trace.layers):
             batch = len(part.counts)
             self._samples[layer] += batch
-            for name, count in _counts(part.work).items():
+            for name, count in (_counts(part.work) | {"computed": part.treated}).items():
                 if isinstance(count, Tensor):
                     tensors.append(count.sum())
                     places.append((layer, name))
@@ -123,6 +135,10 @@ class WorkMeter:
     def router(self) -> list[float]:
         """Tokens that each layer's router read. Raises ValueError when a layer was never recorded."""
         return [self._per_sample(layer, "router") for layer in range(len(self._sums))]
+
+    def computed(self) -> list[float]:
+        """Tokens that each layer's routed part computed. Raises ValueError when a layer was never recorded."""
+        return [self._per_sample(layer, "computed") for layer in range(len(self._sums))]
 
     def _mean(self, prefix: str) -> list[LayerTokens]:
         return [

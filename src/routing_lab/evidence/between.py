@@ -48,8 +48,8 @@ def uncontrolled(first: Mapping[str, Any], second: Mapping[str, Any], allowed: C
     lines = [f"{thing} differs too" for thing in besides]
     if first["seed"] != second["seed"]:
         return [*lines, *(["seed differs too"] if "seed" not in allowed else [])]
-    arms = [arm for record in (first, second) for arm in group_arms([record])]
-    return lines + (pairing_problems(*arms, things) if len(arms) == 2 else [])
+    pairs = zip(group_arms([first]), group_arms([second]), strict=True)
+    return lines + [problem for arms in pairs for problem in pairing_problems(*arms, things)]
 
 
 def _sections(record: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

@@ -83,7 +83,11 @@ COSTS = _declared(
         Metric("cost/macs_measured", "MACs", "macs", False),
         Metric("cost/macs_nominal", "nominal MACs", "macs", False),
         Metric("cost/macs_dense", "dense MACs", "macs", False),
+        Metric("cost/macs_sd", "sd of MACs over examples", "macs", False),
         Metric("cost/router_macs", "router MACs", "macs", False),
+        Metric("cost/teacher_macs", "teacher MACs", "macs", False),
+        Metric("cost/tokens_processed", "tokens processed", "fraction", False),
+        Metric("cost/train_flops", "training FLOPs", "macs", False),
         Metric("cost/attended_fraction", "attended", "fraction", False),
         Metric("cost/kv_bytes", "KV cache", "count", False, "bytes"),
         Metric("cost/kv_fraction", "KV bytes of dense", "fraction", False),
@@ -97,9 +101,12 @@ COSTS = _declared(
 
 ATTENDED = "cost/attended_fraction"
 
-EFFICIENCIES = (ATTENDED, "cost/kv_fraction", "cost/macs_fraction")
+TRAIN_MACS = "cost/train_macs"
+"""Multiply-accumulates of an example's forward in training, in every row of a history."""
+
+EFFICIENCIES = (ATTENDED, "cost/kv_fraction", "cost/macs_fraction", "cost/tokens_processed")
 """What routing saved, beside the metrics of a run that measures it: attending tokens of the routed layers, and bytes of
-keys and values and multiply-accumulates of the dense model.
+keys and values, multiply-accumulates and tokens of all layers that the dense model has.
 """
 
 DYNAMICS = _declared(

@@ -109,6 +109,7 @@ def _routing(routing: Mapping[str, Any]) -> Iterator[str]:
     limits: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         ("kept_fraction", lambda value: 0 <= value <= 1, "a fraction between 0 and 1"),
         ("update_ratio", lambda value: value >= 0, "a number at least 0"),
+        ("tokens", lambda value: value >= 0, "a number at least 0"),
     )
     for name, allowed, what in limits:
         by_layer = routing.get(name, {})

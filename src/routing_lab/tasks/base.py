@@ -173,14 +173,15 @@ class Task(pl.LightningModule):
         self.masks = getattr(data, "masks", None)
 
     def efficiency(self, macs: Mapping[str, Any], shape: ModelShape, layers: Sequence[LayerTokens]) -> dict[str, float]:
-        """What routing saved in a test pass, for the record's section `cost`; nothing where the task does not say.
+        """What routing saved in a test pass, for the record's section `cost`: the share of the dense model's
+        multiply-accumulates, and what a task says besides.
 
         Args:
             macs: that section so far.
             shape: of the model, for one example.
             layers: what each layer computed of it, in the mean.
         """
-        return {}
+        return {"macs_fraction": macs["macs_measured"] / macs["macs_dense"]}
 
     def further_tests(
         self, config: Config, data: Any, tested: Tested, saved: Mapping[str, float]
@@ -260,7 +261,7 @@ class Task(pl.LightningModule):
         arrays, trace = self.examples(batch)
         self.routing.update(trace, **self.told(arrays["index"]))
         self._test_batches.append({name: values.cpu() for name, values in arrays.items()})
-        return {"trace": trace}
+        return {"trace": trace, "index": arrays["index"]}
 
     def on_test_epoch_end(self) -> None:
         batches, self._test_batches = self._test_batches, []

@@ -128,18 +128,16 @@ class Language(Task):
         """Of a window, once it has been read.
 
         `attended_fraction`: tokens that attend over all tokens, mean over the routed layers; 1 without any. `kv_bytes`:
-        keys and values that the next token will see, and `kv_fraction` of the dense model's. `macs_fraction`:
-        multiply-accumulates, of the dense model's.
+        keys and values that the next token will see, and `kv_fraction` of the dense model's.
         """
         routed: list[int] = list(self.routing.layers)
         attended = [min(1.0, layers[layer].queries / shape.tokens) for layer in routed]
         keys = sum(layer.keys for layer in layers)
         element = next(self.model.parameters()).element_size()
-        return {
+        return super().efficiency(macs, shape, layers) | {
             "attended_fraction": sum(attended) / len(attended) if attended else 1.0,
             "kv_bytes": 2 * shape.kv_width * element * keys,
             "kv_fraction": keys / (shape.depth * shape.tokens),
-            "macs_fraction": macs["macs_measured"] / macs["macs_dense"],
         }
 
     def further_tests(

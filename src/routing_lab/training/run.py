@@ -25,6 +25,7 @@ from routing_lab.config import Config, Loaded, check, identity, load, run_folder
 from routing_lab.config.isoflop import full_size
 from routing_lab.config.problems import Problem
 from routing_lab.config.training import TrainConfig
+from routing_lab.cost.measure import vision_shape
 from routing_lab.data.state import WAYS_ON, changed_inputs, data_state
 from routing_lab.runs.folder import RunFolder
 from routing_lab.runs.records import FAILED, FINISHED, INTERRUPTED, is_finished, new_record
@@ -41,7 +42,7 @@ from routing_lab.training.callbacks import (
     small_update_warning,
     unlike,
 )
-from routing_lab.training.costs import CostMeter
+from routing_lab.training.costs import CostMeter, TrainingCost, training_section
 from routing_lab.training.dynamics import Dynamics
 from routing_lab.training.environment import command_line, environment, other_versions
 from routing_lab.training.initialisation import initialise
@@ -223,6 +224,8 @@ def _train_and_test(
     measured = keeper.warnings or [line for line in [small_update_warning(task)] if line]
     if not any("scaling.normalize=unit_mean" in line for line in record["warnings"]):
         record["warnings"] += measured  # the configuration's own check did not foresee it
+    learned_from = None if teacher is None else vision_shape(teacher.get_submodule("backbone"))
+    record["cost"] |= training_section(keeper.history, data.sizes["train"], learned_from)
     record["cost"] |= {
         "train_seconds": keeper.seconds,
         f"train_{task.unit}_per_second": keeper.examples / keeper.seconds if keeper.seconds else None,
@@ -254,6 +257,7 @@ def _fit(
         config,
         callbacks=[
             *([Dynamics(config.train.dynamics)] if config.train.dynamics else []),
+            *([] if config.train.compile else [TrainingCost(task.cost_shape(data))]),
             *(keeper, tracking),
             *([Bar()] if shown == "bar" else []),
         ],
@@ -285,25 +289,24 @@ def _fit(
 def _test(task: Task, data: Any, folder: RunFolder, config: Config, record: dict[str, Any]) -> dict[str, float]:
     """One pass over the test split: predictions, metrics, measured tokens and cost; then what else the task tests."""
 
-    def tested(loader: Any, shape: ModelShape) -> tuple[dict[str, float], dict[str, Any], dict[str, float]]:
+    def tested(loader: Any, shape: ModelShape) -> tuple[CostMeter, dict[str, float], dict[str, float]]:
         meter = CostMeter(task.model, config, shape)
         trainer = _trainer(config, callbacks=[_CountTokens(meter)], enable_progress_bar=False, devices=1)
         trainer.test(task, dataloaders=loader, verbose=False)
-        section = meter.section()
         measured = {name: task.measured[f"test/{name}"] for name in task.quantities}
-        return measured, section, task.efficiency(section, shape, meter.work.mean())
+        return meter, measured, task.efficiency(meter.section(), shape, meter.work.mean())
 
     metrics: dict[str, float] = {}
     if config.train.epochs == 0:
         trainer = _trainer(config, enable_progress_bar=False, devices=1)
         trainer.validate(task, dataloaders=data.val_dataloader(), verbose=False)
         metrics |= task.measured
-    _, section, efficiency = tested(data.test_dataloader(), task.cost_shape(data))
-    folder.write_predictions(task.predictions)
-    record["routing"] = task.routing.section()
+    meter, _, efficiency = tested(data.test_dataloader(), task.cost_shape(data))
+    folder.write_predictions(task.predictions | {"macs": meter.by_example()})
+    record["routing"] = task.routing.section() | meter.tokens()
     metrics |= {name: value for name, value in task.measured.items() if name.startswith("test/")}
-    further, costs = task.further_tests(config, data, lambda loader, shape: tested(loader, shape)[::2], efficiency)
-    record["cost"] = section | efficiency | costs
+    further, costs = task.further_tests(config, data, lambda loader, shape: tested(loader, shape)[1:], efficiency)
+    record["cost"] = meter.section() | efficiency | costs
     return metrics | further
 
 
@@ -370,7 +373,7 @@ class _CountTokens(pl.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        self.meter.work.add(outputs["trace"])
+        self.meter.add(outputs["trace"], outputs["index"])
 
 
 def _trainer(config: Config, **options: Any) -> pl.Trainer:
