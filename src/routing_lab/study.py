@@ -13,6 +13,9 @@ Once a cell has finished, a changed file, other overrides or seeds are refused; 
 the verdict, which is then exploratory. In place of the study file its registration may be given, to go on with what
 was registered.
 
+Cells that were run over data or weights that have changed since are refused; `rerun=true` trains those, and no others,
+afresh.
+
 Exit codes: 0 every cell finished and the verdict stands; 1 a cell failed; 2 the study was refused and nothing was
 written; 130 or 143 interrupted, and the same command runs what is missing.
 """
@@ -35,7 +38,7 @@ from routing_lab.config import Composer, Config, ConfigError, Loaded, check_over
 from routing_lab.config.match import told, with_target
 from routing_lab.config.probing import probe_settings
 from routing_lab.config.problems import Problem, alternatives, lines_of
-from routing_lab.data.state import changed_inputs
+from routing_lab.data.state import WAYS_ON_IN_A_STUDY, changed_inputs
 from routing_lab.evidence import formatting
 from routing_lab.evidence.pilot import pilot_folder, pilot_key, pilot_lines, read_pilot
 from routing_lab.evidence.power import power_lines
@@ -88,6 +91,7 @@ class PlannedStudy:
         composer: finds the configuration files.
         arms: the checked configuration of each arm.
         overrides: of every arm, as typed.
+        rerun: whether cells are trained afresh whose data or weights have changed since.
     """
 
     plan: Plan
@@ -98,10 +102,28 @@ class PlannedStudy:
     composer: Composer
     arms: Mapping[str, Loaded]
     overrides: list[str]
+    rerun: bool = False
 
     def missing(self) -> list[int]:
-        """Positions of the cells that have not finished."""
-        return [i for i, folder in enumerate(self.folders) if RunFolder(folder).finished_record() is None]
+        """Positions of the cells that have not finished, or are to be trained afresh."""
+        return [
+            i
+            for i, folder in enumerate(self.folders)
+            if RunFolder(folder).finished_record() is None or (self.rerun and self.changed(i))
+        ]
+
+    def changed(self, position: int) -> list[Problem]:
+        """The data and weights of a cell that are no longer those it was run over, as far as they are here."""
+        loaded = self.arms.get(self.plan.cells[position].arm)
+        record = RunFolder(self.folders[position]).read_record()
+        if loaded is None or loaded.absent or record is None:
+            return []
+        return [Problem.of(*problem) for problem in changed_inputs(record, loaded.config, WAYS_ON_IN_A_STUDY)]
+
+    def job(self, position: int) -> list[str]:
+        """The overrides of a cell; one without a record may need another run that is to be trained afresh."""
+        is_afresh = self.rerun and (RunFolder(self.folders[position]).read_record() is None or self.changed(position))
+        return [*self.jobs[position], *(["rerun=true"] if is_afresh else [])]
 
 
 def plan_study(
@@ -135,8 +157,10 @@ def plan_study(
     hydra = [text for text in overrides if text.lstrip("+~").startswith("hydra")]
     extra = [text for text in overrides if text not in hydra and not text.startswith("scale=")]
     _refuse_own_keys(study, extra)
+    reruns = [text for text in extra if text.startswith("rerun=")]
+    extra = [text for text in extra if text not in reruns]
     composer = Composer(config_dir)
-    compose = partial(_composed, study, scale, extra, hydra, composer, here)
+    compose = partial(_composed, study, scale, [*extra, *reruns], hydra, composer, here)
     loaded = _checked_arms(study, scale, compose)
     _check_metric(study, loaded)
     check_arms(study, {arm: arm_loaded.resolved for arm, arm_loaded in loaded.items()})
@@ -160,8 +184,11 @@ def plan_study(
     )
     # A cell that finished under the identity that its registration names stays that run.
     folders = [found.get(cell.run_id, folder) for cell, folder in zip(plan.cells, folders, strict=True)]
-    _check_inputs(study, plan.cells, folders, loaded)
-    return PlannedStudy(plan, folders, jobs, hydra, runs, composer, loaded, extra)
+    rerun = any(arm.config.rerun for arm in loaded.values())
+    found_plan = PlannedStudy(plan, folders, jobs, hydra, runs, composer, loaded, extra, rerun)
+    if not rerun:
+        _check_inputs(found_plan)
+    return found_plan
 
 
 def pilot_of(planned: PlannedStudy, seeds: Sequence[int]) -> PlannedStudy:
@@ -269,7 +296,6 @@ OWN_KEYS: Mapping[str, str] = {
     "seed": "the study file says which seeds are run",
     "arm": "the study sets it; its file says which arms are run",
     "study": "the study sets it",
-    "rerun": "a study runs what is missing; python -m routing_lab.train ... rerun=true trains one cell afresh",
 }
 
 
@@ -381,16 +407,15 @@ def _is_finished(found: Mapping[str, Path], cell: Cell) -> bool:
     return cell.run_id in found and RunFolder(found[cell.run_id]).finished_record() is not None
 
 
-def _check_inputs(study: Study, cells: Sequence[Cell], folders: Sequence[Path], loaded: Mapping[str, Loaded]) -> None:
+def _check_inputs(planned: PlannedStudy) -> None:
     """Refuse cells that were run over data or weights that have changed since."""
-    lines = []
-    for cell, folder in zip(cells, folders, strict=True):
-        is_here = cell.arm in loaded and not loaded[cell.arm].absent
-        record = RunFolder(folder).read_record() if is_here else None
-        changed = [] if record is None else changed_inputs(record, loaded[cell.arm].config)
-        lines += [f"[{cell.arm} seed={cell.seed}] {Problem.of(*problem)}" for problem in changed]
+    lines = [
+        f"[{cell.arm} seed={cell.seed}] {problem}"
+        for position, cell in enumerate(planned.plan.cells)
+        for problem in planned.changed(position)
+    ]
     if lines:
-        raise StudyError(study.name, lines)
+        raise StudyError(planned.plan.study.name, lines)
 
 
 # --- launching ---
@@ -398,7 +423,7 @@ def _check_inputs(study: Study, cells: Sequence[Cell], folders: Sequence[Path], 
 
 def _launch(planned: PlannedStudy, missing: Sequence[int]) -> tuple[int, list[str]]:
     """Run cells through Hydra's launcher; returns the exit code and a line for each that did not finish."""
-    cells = [planned.jobs[i] for i in missing]
+    cells = [planned.job(i) for i in missing]
     folder = planned.runs / "sweeps" / planned.plan.study.key(planned.plan.scale)
     code, outcomes = launch_cells(planned.composer, cells, folder, [*planned.hydra, f"paths.runs={planned.runs}"])
     labels = [f"{planned.plan.cells[i].arm} seed={planned.plan.cells[i].seed}" for i in missing]

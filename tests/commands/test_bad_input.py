@@ -365,7 +365,7 @@ STUDIES = [
     ("small.yaml seed=3", "seed = 3: "),
     ("small.yaml arm=x", "arm = x: "),
     ("small.yaml study=x", "study = x: "),
-    ("small.yaml rerun=true", "rerun = true: a study runs what is missing"),
+    ("small.yaml rerun=maybe", "rerun = maybe: must be true or false"),
     ("small.yaml seed=3 arm=x", "arm = x: "),
     ("spaced.yaml", "arms.a b: the name of an arm is at most 100 letters"),
     ("spaced.yaml", "arms.a/b: the name of an arm is"),

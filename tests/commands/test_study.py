@@ -6,15 +6,19 @@ import json
 import math
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from routing_lab import dashboard
 from routing_lab import study as command
+from routing_lab import train as train_command
 from routing_lab.config import identity, load
+from routing_lab.data.state import data_state
 from routing_lab.evidence.claims import Claim
 from routing_lab.evidence.pilot import forecast_table, is_pilot, read_pilot
 from routing_lab.evidence.registration import find_plan, plan_path
@@ -172,6 +176,54 @@ def test_a_changed_file_is_refused_or_an_amendment_everywhere(
     told = dashboard.verdict(plan.study, "toy", Path("runs"))
     assert told is not None
     assert "supports (exploratory)" in told
+
+
+def test_cells_over_changed_data_are_refused_and_trained_afresh_when_told(
+    study: str, trained: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    invented = sys.modules["routing_lab.training.run"]
+    run_cell = invented.run_cell
+
+    def with_files(config: Any, *given: Any, **options: Any) -> dict[str, Any]:
+        result: dict[str, Any] = run_cell(config, *given, **options)
+        result["record"]["data"] = {"files": data_state(config.data)}
+        write_json(result["folder"] / "run.json", result["record"])
+        return result
+
+    monkeypatch.setattr(invented, "run_cell", with_files)
+    for label in ("cat", "dog"):
+        for number in range(12):
+            photo = Path("photos", label, f"{number}.bmp")
+            photo.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("L", (8, 8), number + 100 * (label == "dog")).save(photo)
+    Path(study).write_text(
+        json.dumps(CONTENT | {"common": ["scaling=none", "data=image_folder", "data.path=photos"], "seeds": [0, 1]})
+    )
+    sweep = ["router=amod", "data=image_folder", "data.path=photos", "seed=5,6", "-m"]
+    commands: list[tuple[Callable[..., int], list[str], int]] = [(run, [study], 6), (swept, sweep, 2)]
+    for command_of, words, cells in commands:
+        assert command_of(*words) == 0
+        assert len(trained) == cells
+        trained.clear()
+    Image.new("L", (8, 8), 255).save("photos/cat/99.bmp")
+    for command_of, words, cells in commands:
+        capsys.readouterr()
+        assert command_of(*words) != 0
+        assert "cat had 12 files and has 13" in "".join(capsys.readouterr())
+        assert trained == []
+        assert command_of(*words, "rerun=true") == 0
+        assert len(trained) == cells
+        trained.clear()
+        assert command_of(*words) == 0
+        assert trained == []
+    assert run(study, "rerun=true") == 0
+    assert trained == []  # a study trains afresh only what is of other data
+
+
+def swept(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as left:
+        train_command.main(arguments)
+    return int(left.value.code or 0)
 
 
 def test_the_committed_study_goes_on_with_nothing_to_train_and_its_plan_as_it_was(

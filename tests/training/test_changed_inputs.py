@@ -96,6 +96,20 @@ def test_a_finished_run_over_other_data_is_refused(
     assert run(*words)["trained"] is False
 
 
+def test_training_afresh_takes_the_run_that_it_starts_from_along(run: Run, photos: Path) -> None:
+    words = (*IMAGES, f"data.path={photos}", "init=dense", "train.epochs=1")
+    first = run(*words)
+    dense = RunFolder(first["folder"].parent / first["record"]["init"]["source"])
+    more_images(photos)
+    assert "bird had 20 files and has 40" in run(*words)["error"]
+    again = run(*words, "rerun=true")
+    assert (again["error"], again["record"]["data"]["files"]["count"]) == (None, 80)
+    assert (dense.read_record() or {})["data"]["files"]["count"] == 80
+    written = dense.record.stat().st_mtime_ns
+    assert run(*words, "rerun=true")["error"] is None
+    assert dense.record.stat().st_mtime_ns == written  # it is of these data already
+
+
 def test_a_copy_is_the_same_data(run: Run, photos: Path, tmp_path: Path) -> None:
     words = (*IMAGES, "train.epochs=0")
     assert run(*words, f"data.path={photos}")["trained"]

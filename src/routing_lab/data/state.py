@@ -27,6 +27,7 @@ MOST_FOLDERS = 256
 """Folders that a state lists one by one, so that a change can be located; of more only the totals are kept."""
 
 WAYS_ON = "put it back, train afresh with rerun=true, or keep both results with name=..."
+WAYS_ON_IN_A_STUDY = "put it back, train such cells afresh with rerun=true, or keep both results with paths.runs=..."
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +167,7 @@ def changed_file(before: Any, path: Path, full: bool = False) -> str | None:
     return None if same else "other content of the same size"
 
 
-def changed_inputs(record: Mapping[str, Any], config: Any) -> list[tuple[str, Any, str]]:
+def changed_inputs(record: Mapping[str, Any], config: Any, ways_on: str = WAYS_ON) -> list[tuple[str, Any, str]]:
     """What a run reads and that is no longer what its record was made from, as (key, value, message).
 
     A run that has learned nothing yet is bound to no data.
@@ -174,6 +175,7 @@ def changed_inputs(record: Mapping[str, Any], config: Any) -> list[tuple[str, An
     Args:
         record: the record of the run, at any status.
         config: the checked configuration of the run that is asked for.
+        ways_on: how whoever reads the message may go on.
 
     Raises:
         DataProblem: the data is not there as configured.
@@ -185,19 +187,19 @@ def changed_inputs(record: Mapping[str, Any], config: Any) -> list[tuple[str, An
     found = changed_data(record["data"].get("files"), config.data, full)
     if found is not None:
         key = next((name for name in ("path", "root") if hasattr(config.data, name)), "name")
-        message = f"is not the data of {record['name']}: {found}; {WAYS_ON}"
+        message = f"is not the data of {record['name']}: {found}; {ways_on}"
         problems.append((f"data.{key}", getattr(config.data, key), message))
     if (named := config.init.file()) is not None:
         key, value, path = named
         found = changed_file(record["init"].get("file"), path, full)
         if found is not None:
-            message = f"is not the file that {record['name']} started from: {found}; {WAYS_ON}"
+            message = f"is not the file that {record['name']} started from: {found}; {ways_on}"
             problems.append((key, value, message))
     elif record["init"].get("file") is not None and isinstance(record["init"].get("source"), str):
         weights = Path(config.paths.runs) / Path(record["init"]["source"]).name / "checkpoints" / "final.safetensors"
         found = changed_file(record["init"]["file"], weights, full) if weights.exists() else None
         if found is not None:
-            message = f"{weights} is not what {record['name']} started from: {found}; {WAYS_ON}"
+            message = f"{weights} is not what {record['name']} started from: {found}; {ways_on}"
             problems.append(("init", config.init.kind, message))
     return problems
 

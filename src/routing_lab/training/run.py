@@ -67,6 +67,7 @@ def run_cell(
     *,
     command: str | None = None,
     group: str | None = None,
+    rerun_changed: bool = False,
 ) -> dict[str, Any]:
     """Run one cell, or report it where it is already finished; an interrupted or failed one is taken up again.
 
@@ -76,6 +77,7 @@ def run_cell(
         warnings: remarks of the configuration check, kept in the record.
         command: the command that a person types to get this run; None: this process' own.
         group: name of the sweep, for tracking; a study's name comes first.
+        rerun_changed: train afresh, as `rerun` does, where the data or weights of the run have changed since.
 
     Returns:
         `status` (`finished`, `failed` or `interrupted`), `folder`, `record`, `error` (one line, None without),
@@ -90,7 +92,8 @@ def run_cell(
     result: dict[str, Any] = {"folder": folder.path, "error": None, "signal": None, "trained": False}
     try:
         with stoppable(), _quiet(), _threads(config), folder.lock(_say):
-            return result | _run_locked(folder, config, resolved, warnings, command or command_line(), group)
+            command = command or command_line()
+            return result | _run_locked(folder, config, resolved, warnings, command, group, rerun_changed)
     except Stopped as stopped:  # while it waited for another process
         return result | {"status": INTERRUPTED, "record": {}, "error": str(stopped), "signal": stopped.signal}
 
@@ -137,12 +140,16 @@ def _run_locked(
     warnings: Sequence[str],
     command: str,
     group: str | None,
+    rerun_changed: bool,
 ) -> dict[str, Any]:
-    if config.rerun and (aside := folder.set_aside()) is not None:
-        _say(f"{folder.path.name}: rerun=true, the run that was there is now {aside}")
     before = folder.read_record()
+    changed = [] if before is None or config.rerun else changed_inputs(before, config)
+    if config.rerun or (changed and rerun_changed):
+        if (aside := folder.set_aside()) is not None:
+            _say(f"{folder.path.name}: rerun=true, the run that was there is now {aside}")
+        before = None
     if before is not None:
-        if changed := changed_inputs(before, config):
+        if changed:
             return {"status": FAILED, "record": before, "error": "; ".join(str(Problem.of(*one)) for one in changed)}
         if is_finished(before):
             return {"status": FINISHED, "record": before}
@@ -191,12 +198,12 @@ def _train_and_test(
     dense: RunFolder | None = None
     from_dense_run = config.train.distils and config.train.distill_teacher == "dense"
     if config.init.is_dense or from_dense_run:
-        dense = _trained(dense_cell(config, resolved), command, group)
+        dense = _trained(dense_cell(config, resolved), command, group, config.rerun)
     trained = dense if config.init.is_dense else None
     if config.init.folder is not None:
         trained = RunFolder(config.init.folder)
     elif (shorter := shorter_cell(config, resolved)) is not None:
-        trained = _trained(shorter, command, group)
+        trained = _trained(shorter, command, group, config.rerun)
     model, init, found = initialise(config, outputs, trained)
     if init["source"] is not None:
         _check_same("initial weights", record["init"].get("hash"), init["hash"])
@@ -340,14 +347,16 @@ def _check_same(what: str, before: str | None, now: str) -> None:
         )
 
 
-def _trained(cell: Loaded, command: str, group: str | None) -> RunFolder:
-    """The folder of a run that another one needs, trained now if it is missing.
+def _trained(cell: Loaded, command: str, group: str | None, rerun_changed: bool) -> RunFolder:
+    """The folder of a run that another one needs, trained now if it is missing or, if asked, over other data.
 
     Raises:
         Stopped: when it was interrupted.
         RuntimeError: when it failed.
     """
-    result = run_cell(cell.config, cell.resolved, cell.warnings, command=command, group=group)
+    result = run_cell(
+        cell.config, cell.resolved, cell.warnings, command=command, group=group, rerun_changed=rerun_changed
+    )
     if result["signal"] is not None:
         raise Stopped(result["signal"])
     if result["status"] != FINISHED:
