@@ -11,8 +11,9 @@ from routing_lab.config import ConfigError, load
 from routing_lab.routing.capacity import Argmax, InverseTransform, Threshold
 from routing_lab.routing.losses import halting_means, halting_prior_loss, ponder_loss
 from routing_lab.routing.maps import Maps
-from routing_lab.routing.measures import dead_token_ratio, layers_run, maximum_violation, ran
+from routing_lab.routing.measures import ran
 from routing_lab.routing.trace import LayerTrace, Trace
+from routing_lab.tasks.meters import RoutingMeter
 
 TOKENS = PATCHES + 1
 HALTING = ["method=avit", "router.gamma=1", "router.beta=0.5", "bypass.average=all"]
@@ -49,7 +50,7 @@ def test_output_is_the_mean_of_states_weighted_by_the_mass_spent_before_them(pla
             outputs[row, token] += left[token] * state[token]
     last, trace = model.forward_tokens(tokens, context, model.run_state(tokens))
     torch.testing.assert_close(last.restored().x, outputs, rtol=0, atol=1e-10)
-    assert layers_run(trace).unique().numel() > 1, "tokens differ in depth"
+    assert ran(trace).sum(dim=0).unique().numel() > 1, "tokens differ in depth"
 
 
 def test_weights_of_a_token_sum_to_one() -> None:
@@ -75,7 +76,7 @@ def test_patches_keep_their_last_state_when_the_class_token_alone_is_averaged() 
     assert torch.equal(found[0][:, 0], found[1][:, 0])
     assert not torch.allclose(found[0][:, 1:], found[1][:, 1:])
     first_layer = averaged.backbone.blocks[0](averaged.embed(images())[0].x)
-    halted_after_one = layers_run(trace) == 1
+    halted_after_one = ran(trace).sum(dim=0) == 1
     torch.testing.assert_close(found[1][:, 1:][halted_after_one[:, 1:]], first_layer[:, 1:][halted_after_one[:, 1:]])
 
 
@@ -84,7 +85,7 @@ def test_everything_may_halt(bypass: str) -> None:
     model = routed([*HALTING, "router.beta=-50", f"bypass={bypass}"]).train()
     logits, trace = model(images(), return_trace=True)
     (logits.sum() + ponder_loss(trace) + halting_prior_loss(trace)).backward()
-    assert layers_run(trace).eq(1).all()
+    assert ran(trace).sum(dim=0).eq(1).all()
     assert all(parameter.grad is None or parameter.grad.isfinite().all() for parameter in model.parameters())
     assert trace[1].tokens == (0 if bypass == "ponder" else TOKENS)
 
@@ -98,7 +99,7 @@ def test_any_score_may_decide_who_exits(router: str) -> None:
         present = ran(trace)
         assert (present[1:] <= present[:-1]).all(), "halted tokens never return"
         assert present[-1].sum() < present[0].sum()
-        torch.testing.assert_close(ponder_loss(trace), layers_run(trace).float().mean() + 1)
+        torch.testing.assert_close(ponder_loss(trace), ran(trace).sum(dim=0).float().mean() + 1)
         assert len(halting_means(trace)) == 0
         assert halting_prior_loss(trace) == 0
 
@@ -265,24 +266,28 @@ def trace_of(*kept: list[list[int]]) -> Trace:
     return Trace(layers)
 
 
-def test_measures_on_a_trace_counted_by_hand() -> None:
+def sharing(*traces: Trace) -> dict[str, float]:
+    meter = RoutingMeter([index for index, layer in enumerate(traces[0].layers) if layer.scores is not None])
+    for trace in traces:
+        meter.update(trace)
+    return meter.sharing()
+
+
+def test_sharing_on_traces_counted_by_hand() -> None:
     trace = trace_of([[0, 1, 2], [0, 1]], [[0, 1], [0, 3]])
-    assert layers_run(trace).tolist() == [[3, 3, 2, 1, 1], [3, 2, 1, 2, 1]]
-    assert dead_token_ratio(trace) == pytest.approx(4 / 8)  # two of four patches in either image
-    assert dead_token_ratio(trace, layers="last") == pytest.approx(6 / 8)
-    assert dead_token_ratio(trace, unit="position") == pytest.approx(1 / 4)  # the last patch
-    assert dead_token_ratio([trace, trace_of([[4]])], unit="position") == 0
-    assert maximum_violation(trace) == pytest.approx(3 / 2.5 - 1)  # three patches, then two
-    assert maximum_violation(trace, unit="position") == pytest.approx(3 / 1.25 - 1)
-    with pytest.raises(ValueError, match="no routed layer"):
-        dead_token_ratio(Trace(trace.layers[:1]))
+    found = sharing(trace)
+    assert found["dead_token_ratio"] == pytest.approx(4 / 8)  # two of four patches in either image
+    assert found["maximum_violation"] == pytest.approx(3 / 2.5 - 1)  # three patches, then two
+    several = sharing(trace, trace_of([[4]], [[1, 2]]))
+    assert several["dead_token_ratio"] == pytest.approx(5 / 12)
+    assert several["maximum_violation"] == pytest.approx(0)  # four patches each
+    assert sharing(Trace(trace.layers[:1])) == {}
 
 
-def test_measures_follow_removed_tokens() -> None:
+def test_sharing_follows_removed_tokens() -> None:
     _, trace = routed(["method=evit_no_fusion", "placement.layers=[1,2]", "capacity.fraction=0.5"])(
         images(), return_trace=True
     )
-    assert layers_run(trace).sum() == sum(int(layer.counts.sum()) for layer in trace.layers)
-    assert dead_token_ratio(trace) == pytest.approx(1 - 8 / PATCHES)
-    assert dead_token_ratio(trace, layers="last") == pytest.approx(1 - 4 / PATCHES)
-    assert maximum_violation(trace) == pytest.approx(8 / 6 - 1)
+    found = sharing(trace)
+    assert found["dead_token_ratio"] == pytest.approx(1 - 8 / PATCHES)
+    assert found["maximum_violation"] == pytest.approx(8 / 6 - 1)

@@ -6,7 +6,6 @@ Shape legend: B batch, N0 tokens that entered the model, P patches, L layers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -41,11 +40,6 @@ def at(values: Tensor, position: Tensor) -> Tensor:
     return F.pad(values, (0, 1)).gather(1, torch.where(position < 0, values.shape[1], position))
 
 
-def layers_run(trace: Trace) -> Tensor:
-    """[B, N0] int64: how many layers ran each of the tokens that entered the model, dense layers included."""
-    return ran(trace).sum(dim=0)
-
-
 def informative_kept(trace: Trace, informative: Tensor) -> Tensor:
     """[routed layers, B] int64: how many of the patches that decide the class each routed layer keeps.
 
@@ -77,37 +71,3 @@ def jaccard(first: Tensor, second: Tensor) -> Tensor:
     """Overlap |A and B| / |A or B| of two choices [..., N] of tokens, along the last axis; 1 where both are empty."""
     union = (first | second).sum(dim=-1)
     return ((first & second).sum(dim=-1).double() / union.clamp_min(1)).where(union > 0, 1.0)
-
-
-def dead_token_ratio(
-    traces: Trace | Sequence[Trace],
-    *,
-    unit: Literal["token", "position"] = "token",
-    layers: Literal["all", "last"] = "all",
-) -> float:
-    """Share of the patches that routing never reaches (after the dead token ratio of Mixture-of-Recursions).
-
-    Args:
-        traces: of one batch or of several.
-        unit: `token`: patches of single images; `position`: patch positions, dead where no image's patch is kept.
-        layers: dead is what no routed layer keeps (`all`), or what the `last` routed layer does not keep.
-    """
-    kept = [kept_patches(trace) for trace in _several(traces)]
-    alive = torch.cat([part[-1] if layers == "last" else part.any(dim=0) for part in kept])
-    return 1 - (alive.any(dim=0) if unit == "position" else alive).float().mean().item()
-
-
-def maximum_violation(traces: Trace | Sequence[Trace], *, unit: Literal["layer", "position"] = "layer") -> float:
-    """(largest load - mean load) / mean load, the MaxVio of Wang et al. (2024): zero where all loads are equal.
-
-    Args:
-        traces: of one batch or of several.
-        unit: the load of a routed `layer`: patches that it keeps; of a patch `position`: routed layers that keep it.
-    """
-    dims = (1, 2) if unit == "layer" else (0, 1)
-    load = torch.stack([kept_patches(trace).sum(dim=dims) for trace in _several(traces)]).sum(dim=0).double()
-    return ((load.max() - load.mean()) / load.mean().clamp_min(1e-12)).item()
-
-
-def _several(traces: Trace | Sequence[Trace]) -> Sequence[Trace]:
-    return [traces] if isinstance(traces, Trace) else traces

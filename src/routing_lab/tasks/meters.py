@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from routing_lab.routing.measures import informative_kept
+from routing_lab.routing.measures import informative_kept, kept_patches
 
 _SUM, _MEAN = "sum_", "_x_examples"
 
@@ -83,10 +83,17 @@ class RoutingMeter(Sums):
             return
         parts = [_layer_sums(trace[layer]) for layer in self.layers]
         values = {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
-        # Where routing rests in evaluation there is nothing to find again.
-        if informative is not None and trace[self.layers[0]].scores is not None:
-            values["found"] = informative_kept(trace, informative).sum(dim=1)
-            values["informative"] = informative.sum().expand_as(values["found"])
+        if trace[self.layers[0]].scores is not None:  # routing does not rest in evaluation
+            kept = kept_patches(trace, self.layers)
+            reached = kept.any(dim=0)
+            values |= {
+                "load": kept.sum(dim=(1, 2)),
+                "reached": reached.sum(),
+                "patches": torch.ones_like(reached).sum(),
+            }
+            if informative is not None:
+                values["found"] = informative_kept(trace, informative).sum(dim=1)
+                values["informative"] = informative.sum().expand_as(values["found"])
         self._add(values)
 
     def kept_fraction(self) -> dict[int, float]:
@@ -107,6 +114,22 @@ class RoutingMeter(Sums):
         """
         return self._ratio("found", "informative")
 
+    def sharing(self) -> dict[str, float]:
+        """How routing shares its layers out; empty where none routes.
+
+        `dead_token_ratio`: share of the patches that no routed layer keeps (after Mixture-of-Recursions, 2507.10524).
+        `maximum_violation`: (largest load - mean load) / mean load of the routed layers, the load being patches kept
+        (MaxVio of Wang et al. 2024, 2408.15664, of layers for experts): zero where all keep as many.
+        """
+        sums = self.sums()
+        if not sums.get("patches"):
+            return {}
+        mean = sum(sums["load"]) / len(sums["load"])
+        return {
+            "dead_token_ratio": 1 - sums["reached"] / sums["patches"],
+            "maximum_violation": max(sums["load"]) / mean - 1 if mean else 0.0,
+        }
+
     def metrics(self) -> dict[str, float]:
         """What counts as a metric of the split, by name."""
         recall = self.informative_recall()
@@ -120,6 +143,7 @@ class RoutingMeter(Sums):
             "index_base": 0,
             "kept_fraction": self.kept_fraction(),
             "update_ratio": self.update_ratio(),
+            **self.sharing(),
             **({"informative_recall": recall} if recall else {}),
         }
 
