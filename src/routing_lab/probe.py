@@ -2,8 +2,8 @@
 
 In place of run folders the registration of a study, `runs/studies/<study>.<scale>.registration.jsonl`, stands for all
 its finished cells. A probe writes what it found into the run's own folder, `<run>/probes/<name>.json` with the arrays
-behind it in `<name>.npz`, and never into the record. The same command again reports; an interrupted one measures what
-is missing.
+behind it in `<name>.npz`, and never into the record; of several runs it says what they have in common. The same command
+again reports; an interrupted one measures what is missing.
 
 Exit codes: 0 every run was measured; 1 a run could not be; 2 the words were refused and nothing was written; 130
 interrupted.
@@ -69,22 +69,24 @@ def _runs(places: Sequence[Path]) -> list[Path]:
 
 
 def _measure(settings: dict[str, Any], folders: Sequence[Path]) -> int:
-    from routing_lab.probes.opening import build, run_on, table  # torch: only where something is measured
+    from routing_lab.probes.opening import between, build, run_on, table  # torch: only where something is measured
 
     asked = build(settings)
-    failed = 0
+    done = []
     for folder in folders:
         try:
             content, measured = run_on(asked, folder, progress=_progress)
         except ValueError as error:
             print(f"{folder}: {error}", file=sys.stderr)
-            failed = 1
             continue
+        done.append(folder)
         state = "measured" if measured else "had been measured"
         print(f"{content['name']}: probe {asked.name} {state} on {content['examples']} examples")
         print(table(content))
         print(f"findings: {folder / 'probes' / f'{asked.name}.json'}\n", flush=True)
-    return failed
+    if common := between(asked, done):
+        print(f"what the runs have in common\n{common}")
+    return int(len(done) < len(folders))
 
 
 def _progress(done: int, total: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from dataclasses import fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -67,6 +68,23 @@ def test_findings_stand_beside_the_run_and_are_reported_again(run: Path, capsys:
     assert (run / "run.json").read_bytes() == record
     content = json.loads((run / "probes" / "agreement.json").read_text())
     assert read_findings(run)["probe/agreement/auc/layer1"] == content["findings"][0]["value"]
+
+
+def test_choices_of_runs_are_compared_among_seeds_and_between_arms(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record, places = json.loads((run / "run.json").read_text()), []
+    for router, seed in (("amod", 0), ("amod", 1), ("linear", 1)):
+        place = shutil.copytree(run, tmp_path / f"{router}-{seed}")
+        record["seed"], record["config"]["router"]["name"] = seed, router
+        (place / "run.json").write_text(json.dumps(record))
+        places.append(str(place))
+    assert called(*places, "probe=selection", "sample.count=32") == 0
+    lines = capsys.readouterr().out.split("what the runs have in common\n")[1].split("\n")
+    found = [line.split() for line in lines[1:] if line]
+    assert [row[-4:-1] for row in found] == [["1", "overlap", "1.0000"]] * 2  # the same weights
+    assert "its other seeds" in lines[1]
+    assert all(0.2 < float(row[-1]) < 0.5 for row in found)
 
 
 def test_a_finding_is_read_like_a_metric_and_a_registration_stands_for_its_cells(

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 from tests.backbones.families import FAMILIES, inputs_of
 from tests.routing.tiny import DEPTH, HEADS, PATCHES, images, llama, routed, token_ids, vit
 from torch import Tensor
@@ -163,6 +164,24 @@ def test_findings_by_layer_and_head_with_chance_and_what_they_are_joined_with() 
     assert "largest_share_and_recall/layer1" in found
     assert "largest_share_and_recall/layer0" not in found
     assert not any(key.startswith("largest_share_and_recall") for key in summary(routed([]), some(masks=False)))
+
+
+def test_what_patches_receive_follows_them_through_the_layers() -> None:
+    with torch.no_grad():
+        arrays = AttentionStructure(top=0.25).measure(routed(["router=amod"]), some(4))
+    there = np.isfinite(arrays["received"])
+    assert there[:, 0].all()
+    assert (there[:, 1].sum(axis=1) == 7).all()  # eight of seventeen tokens are kept, the class token among them
+    found = {finding.key: finding for finding in AttentionStructure(top=0.25).summarise(arrays)}
+    by_hand = []
+    for first, second in ((0, 1), (1, 2), (2, 3)):
+        pairs = [there[row, first] & there[row, second] for row in range(4)]
+        rows = zip(arrays["received"], pairs, strict=True)
+        by_hand.append([stats.spearmanr(row[first][both], row[second][both]).statistic for row, both in rows])
+    assert found["received_rank_1"].value == pytest.approx(np.mean(by_hand))
+    assert f"received_rank_{DEPTH}" not in found
+    assert found["head_overlap/layer0"].chance == pytest.approx(1 / 7)
+    assert 0 <= found["head_overlap/layer0"].value <= 1
 
 
 def test_a_decoder_is_measured_over_what_each_token_sees() -> None:

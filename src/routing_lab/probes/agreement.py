@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from routing_lab.probes.base import Arrays, Examples, Finding, Probe, kept_patches, patch_scores, traced
-from routing_lab.probes.metrics import auc, boundary, iou, share
+from routing_lab.probes.metrics import auc, boundary, chance_overlap, iou, share
 from routing_lab.routing.model import RoutedModel
 
 
@@ -47,7 +47,7 @@ class MaskAgreement(Probe):
             entered = np.where(np.isfinite(scores), scores, -np.inf)
             findings += [
                 Finding.mean("auc", auc(entered, mask), layer=layer, chance=0.5),
-                Finding.mean("iou", iou(kept, mask), layer=layer, chance=_chance_iou(fraction, area)),
+                Finding.mean("iou", iou(kept, mask), layer=layer, chance=chance_overlap(fraction, area)),
                 Finding.mean("recall", share(kept, mask), layer=layer, chance=fraction),
                 Finding.mean("background_of_kept", share(~mask, kept), layer=layer, chance=1 - area),
                 Finding.mean("background_of_pruned", share(~mask, ~kept), layer=layer, chance=1 - area),
@@ -57,9 +57,3 @@ class MaskAgreement(Probe):
                     Finding.mean("boundary_kept", share(edge, kept), layer=layer, chance=float(edge.mean()))
                 )
         return findings
-
-
-def _chance_iou(fraction: float, area: float) -> float:
-    """Expected intersection over expected union of two independent choices."""
-    both = fraction * area
-    return both / max(fraction + area - both, 1e-12)

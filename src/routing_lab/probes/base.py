@@ -111,6 +111,10 @@ class Probe(ABC):
         """A figure of them; None: there is none."""
         return None
 
+    def compare(self, first: Arrays, second: Arrays) -> Finding | None:
+        """What two runs have in common, from their rows of the same examples; None: nothing is compared."""
+        return None
+
 
 def traced(model: RoutedModel, examples: Examples, watch: LayerWatch | None = None) -> tuple[Any, Trace]:
     """The model's output and trace for a batch; watch: is shown every attention map."""

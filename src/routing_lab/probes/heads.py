@@ -15,7 +15,7 @@ from torch import Tensor
 
 from routing_lab.attention import AttentionStatistics, StatisticsRequest
 from routing_lab.probes.base import Arrays, Examples, Finding, Probe
-from routing_lab.probes.metrics import Array, within
+from routing_lab.probes.metrics import Array, best, within
 from routing_lab.routing.base import LayerSpec, Router, RouterInput, RunState
 from routing_lab.routing.maps import Entering
 from routing_lab.routing.measures import jaccard
@@ -79,8 +79,8 @@ class HeadCorruption(Probe):
                     after = _scores(routers, bad, here, state, patches)
                     for name in SCORERS:
                         rank = within(before[name], after[name], "spearman")
-                        best = [torch.from_numpy(_best(scores[name], self.fraction)) for scores in (before, after)]
-                        kept = jaccard(*best).numpy()
+                        chosen = [torch.from_numpy(best(scores[name], self.fraction)) for scores in (before, after)]
+                        kept = jaccard(*chosen).numpy()
                         left.setdefault(f"rank/{kind}/{name}", []).append(rank)
                         left.setdefault(f"kept/{kind}/{name}", []).append(kept)
             for key, heads in left.items():
@@ -133,12 +133,3 @@ def _scores(
     return {
         name: np.where(patches, router(inputs).double().cpu().numpy(), math.nan) for name, router in routers.items()
     }
-
-
-def _best(scores: Array, fraction: float) -> np.ndarray:
-    """[B, N] bool: the best `fraction` of those that have a score, at least one; of equals the first."""
-    count = np.maximum(1, np.floor(fraction * np.isfinite(scores).sum(axis=1))).astype(np.int64)
-    order = np.argsort(-np.where(np.isfinite(scores), scores, -np.inf), axis=1, kind="stable")
-    rank = np.empty_like(order)
-    np.put_along_axis(rank, order, np.arange(scores.shape[1])[None], axis=1)
-    return np.asarray((rank < count[:, None]) & np.isfinite(scores))

@@ -15,7 +15,7 @@ from routing_lab.assembly import route
 from routing_lab.attention import StatisticsRequest
 from routing_lab.probes.base import Arrays, Examples, Finding, Probe, patch_scores
 from routing_lab.probes.leave_one_out import EFFECTS, Operation, leave_one_out_effects
-from routing_lab.probes.metrics import COEFFICIENTS, pooled_interval, within
+from routing_lab.probes.metrics import COEFFICIENTS, finite_mean, pooled_interval, within
 from routing_lab.routing.maps import Entering
 from routing_lab.routing.measures import at, is_patch, positions
 from routing_lab.routing.model import RoutedModel
@@ -131,8 +131,7 @@ class Importance(Probe):
             within(arrays[scorer][:, rank], arrays["worth.loss"][:, rank], "spearman")
             for rank in range(arrays["layer"].shape[1])
         ]
-        rows = np.stack(found, axis=1)
-        return np.array([row[np.isfinite(row)].mean() if np.isfinite(row).any() else np.nan for row in rows])
+        return finite_mean(np.stack(found), axis=0)
 
 
 def _received(model: RoutedModel, entering: list[Entering], context: object, layer: int) -> tuple[Tensor, int]:

@@ -93,9 +93,13 @@ def leave_one_out_effects(
     *,
     sample_ids: Tensor | None = None,
     segments: Tensor | None = None,
+    edits: Mapping[int, SelectionEdit] | None = None,
     rows: int = 256,
 ) -> dict[str, Tensor]:
-    """`leave_one_out` for several effects of the same forwards: name -> [B, N]."""
+    """`leave_one_out` for several effects of the same forwards: name -> [B, N].
+
+    edits: selections of layers before `layer` that are not made by their capacity.
+    """
     if operation not in get_args(Operation):
         raise ValueError(f"operation = {operation}: expected one of {', '.join(get_args(Operation))}")
     if operation.startswith("force") and layer not in model.routed_layers:
@@ -111,7 +115,7 @@ def leave_one_out_effects(
     model.eval()
     try:
         with torch.no_grad():
-            return _measured(model, inputs, targets, layer or 0, operation, effects, sample_ids, segments, rows)
+            return _measured(model, inputs, targets, layer or 0, operation, effects, sample_ids, segments, edits, rows)
     finally:
         model.train(was_training)
 
@@ -151,6 +155,7 @@ def _measured(
     effects: Mapping[str, Effect],
     sample_ids: Tensor,
     segments: Tensor | None,
+    before: Mapping[int, SelectionEdit] | None,
     rows: int,
 ) -> dict[str, Tensor]:
     def embedded(row: Tensor | slice) -> tuple[Tokens, Any]:
@@ -159,7 +164,7 @@ def _measured(
     tokens, context = embedded(slice(None))
     entering: list[Entering] = []
     state = model.run_state(tokens, sample_ids=sample_ids)
-    left, trace = model.forward_from(Entering(0, tokens), context, state, seen=entering)
+    left, trace = model.forward_from(Entering(0, tokens), context, state, before, seen=entering)
     complete = model.head(left)
     deletes = operation in ("drop_input", "drop_at_layer")
     if deletes and torch.is_tensor(complete) and complete.dim() == 3:

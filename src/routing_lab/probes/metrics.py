@@ -76,6 +76,21 @@ def share(of: NDArray[np.bool_], among: NDArray[np.bool_]) -> Array:
     return np.divide((of & among).sum(axis=1), count, out=np.full(len(count), np.nan), where=count > 0)
 
 
+def best(scores: Array, fraction: float) -> NDArray[np.bool_]:
+    """[B, N] bool: of each sample the best `fraction` of those that have a score, at least one; of equals the first."""
+    count = np.maximum(1, np.floor(fraction * np.isfinite(scores).sum(axis=1))).astype(np.int64)
+    order = np.argsort(-np.where(np.isfinite(scores), scores, -np.inf), axis=1, kind="stable")
+    rank = np.empty_like(order)
+    np.put_along_axis(rank, order, np.arange(scores.shape[1])[None], axis=1)
+    return np.asarray((rank < count[:, None]) & np.isfinite(scores))
+
+
+def chance_overlap(first: float, second: float) -> float:
+    """Expected |A and B| over expected |A or B| of two independent choices of these shares of the tokens."""
+    both = first * second
+    return both / max(first + second - both, 1e-12)
+
+
 def boundary(mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Patches of a mask [B, rows, columns] with one of their four neighbours on the other side of its outline."""
     padded = np.pad(mask, ((0, 0), (1, 1), (1, 1)), mode="edge")
@@ -105,7 +120,14 @@ def within(x: Array, y: Array, coefficient: Coefficient) -> Array:
     return np.array([correlation(a, b, coefficient) for a, b in zip(x, y, strict=True)])
 
 
-# --- intervals over samples ---
+# --- means and intervals over samples ---
+
+
+def finite_mean(values: Array, axis: int) -> Array:
+    """The mean of the finite values along an axis; NaN where there is none."""
+    there = np.isfinite(values)
+    count = there.sum(axis=axis)
+    return np.asarray(np.where(there, values, 0).sum(axis=axis) / np.where(count, count, math.nan))
 
 
 def mean_interval(values: Sequence[float] | Array, level: float = 0.95) -> tuple[float, float, float, int]:

@@ -6,9 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import combinations
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
@@ -16,9 +19,11 @@ from torch import Tensor
 from routing_lab.axes.base import UnknownTarget, locate
 from routing_lab.config import ConfigError
 from routing_lab.config.problems import Problem
-from routing_lab.probes.base import Examples, Probe
+from routing_lab.evidence.arms import group_arms
+from routing_lab.probes.base import Examples, Finding, Probe
 from routing_lab.probes.pictures import picture, write_page
-from routing_lab.probes.runner import Progress, Sample, Subject, run_probe
+from routing_lab.probes.runner import Progress, Sample, Subject, read_arrays, run_probe
+from routing_lab.runs.records import read_record
 from routing_lab.training.opening import open_run
 
 Split = Literal["train", "val", "test"]
@@ -79,6 +84,30 @@ def run_on(asked: Asked, folder: Path, progress: Progress | None = None) -> tupl
     return run_probe(asked.name, asked.probe, options, subject, asked.sample, rerun=asked.rerun, progress=progress)
 
 
+def between(asked: Asked, folders: Sequence[Path]) -> str:
+    """What measured runs have in common, as aligned plain lines; empty where the probe compares none of them.
+
+    Runs are compared that were measured on the same examples: of one arm under its seeds, and of two arms under the
+    same seed; the mean over such pairs stands in the table.
+    """
+    found: dict[tuple[str, str], list[Finding]] = {}
+    arms = group_arms([read_record(folder) for folder in folders])
+    cells = [(arm.label, seed, record["folder"]) for arm in arms for seed, record in arm.finished.items()]
+    for (first, seed, one), (second, other_seed, other) in combinations(cells, 2):
+        if first == second or seed == other_seed:
+            rows, other_rows = (read_arrays(Path(folder), asked.name) for folder in (one, other))
+            if np.array_equal(rows["index"], other_rows["index"]):
+                common = asked.probe.compare(rows, other_rows)
+                found.setdefault((first, second), []).extend([common] if common else [])
+    lines = [("arm", "and", "pairs", "finding", "value", "chance")]
+    for (first, second), pairs in found.items():
+        if pairs:
+            value, chance = (fmean(getattr(pair, name) for pair in pairs) for name in ("value", "chance"))
+            other = "its other seeds" if first == second else second
+            lines.append((first, other, str(len(pairs)), pairs[0].name, f"{value:.4f}", f"{chance:.4f}"))
+    return _aligned(lines) if len(lines) > 1 else ""
+
+
 def _examples(data: Any, index: Tensor) -> Examples:
     """The examples with these numbers, whatever they are: a batch begins with inputs, targets and numbers."""
     batch = data.examples(index)
@@ -124,6 +153,10 @@ def table(content: Mapping[str, Any]) -> str:
         interval = "" if math.isnan(item["low"]) else f"[{item['low']:.4f}, {item['high']:.4f}]"
         chance = "" if item["chance"] is None else f"{item['chance']:.4f}"
         rows.append((item["key"], f"{item['value']:.4f}", interval, chance))
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    return _aligned(rows)
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)) for row in rows]
     return "\n".join(line.rstrip() for line in lines)

@@ -125,6 +125,11 @@ def run_probe(
     return content, True
 
 
+def read_arrays(folder: Path, name: str) -> dict[str, np.ndarray]:
+    """The rows that a probe measured of a run, with the numbers of the examples as `index`."""
+    return _loaded(folder / FOLDER / f"{name}.npz")
+
+
 def measure(
     model: RoutedModel,
     probe: Probe,
@@ -181,8 +186,10 @@ def _write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def _joined(parts: list[Path]) -> dict[str, np.ndarray]:
-    loaded = []
-    for part in parts:
-        with np.load(part, allow_pickle=False) as arrays:
-            loaded.append(dict(arrays))
+    loaded = [_loaded(part) for part in parts]
     return {key: np.concatenate([arrays[key] for arrays in loaded]) for key in loaded[0]}
+
+
+def _loaded(path: Path) -> dict[str, np.ndarray]:
+    with np.load(path, allow_pickle=False) as arrays:
+        return dict(arrays)

@@ -6,6 +6,7 @@ Shape legend: B examples, L routed layers, P patches.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from routing_lab.probes.base import (
     patch_scores,
     traced,
 )
-from routing_lab.probes.metrics import position_predictability, within
+from routing_lab.probes.metrics import chance_overlap, position_predictability, within
 from routing_lab.routing.measures import jaccard
 from routing_lab.routing.model import RoutedModel
 
@@ -37,6 +38,8 @@ class SelectionBehaviour(Probe):
     image. `by_position`: how often a patch's position alone tells whether it is kept (chance: the majority guess).
     `training_agreement`: Jaccard index of the choice in training mode and in evaluation. `dead`: share of the patches
     that no routed layer keeps. `load_violation`: (largest load of a layer - mean) / mean.
+
+    Of two runs with as many routed layers, `overlap`: Jaccard index of their choices, mean over the layers.
     """
 
     def measure(self, model: RoutedModel, examples: Examples) -> dict[str, np.ndarray]:
@@ -70,8 +73,7 @@ class SelectionBehaviour(Probe):
             agreement = jaccard(deployed[:, rank], training[:, rank])
             findings.append(Finding.mean("training_agreement", agreement, layer=layer))
             if rank:
-                a, b = fraction[:, rank - 1].mean(), fraction[:, rank].mean()
-                chance = float(a * b / max(a + b - a * b, 1e-12))
+                chance = chance_overlap(fraction[:, rank - 1].mean(), fraction[:, rank].mean())
                 overlap = jaccard(deployed[:, rank - 1], deployed[:, rank])
                 findings.append(Finding.mean("overlap", overlap, layer=layer, chance=chance))
                 ranks = within(arrays["scores"][:, rank - 1], arrays["scores"][:, rank], "spearman")
@@ -87,6 +89,14 @@ class SelectionBehaviour(Probe):
             for label in np.unique(arrays["target"]).tolist():
                 findings.append(Finding.mean(f"kept_of_class_{label}", overall[arrays["target"] == label]))
         return findings
+
+    def compare(self, first: Arrays, second: Arrays) -> Finding | None:
+        one, other = first["kept"], second["kept"]
+        if one.shape != other.shape:
+            return None
+        overlap = jaccard(torch.from_numpy(one), torch.from_numpy(other)).mean(dim=1)
+        shares = zip(one.mean(axis=(0, 2)).tolist(), other.mean(axis=(0, 2)).tolist(), strict=True)
+        return Finding.mean("overlap", overlap, chance=fmean(chance_overlap(*pair) for pair in shares))
 
 
 @dataclass(frozen=True)

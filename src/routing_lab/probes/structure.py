@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,9 +21,21 @@ from torch import Tensor
 from routing_lab.attention import AttentionMap
 from routing_lab.attention.maps import slices
 from routing_lab.probes.base import Arrays, Examples, Finding, Probe, kept_patches, loss_of, traced
-from routing_lab.probes.metrics import Array, entropy, gini, pooled_interval, share, top_share
+from routing_lab.probes.metrics import (
+    Array,
+    best,
+    entropy,
+    finite_mean,
+    gini,
+    pooled_interval,
+    share,
+    top_share,
+    within,
+)
+from routing_lab.routing.measures import is_patch, jaccard
 from routing_lab.routing.model import RoutedModel
 from routing_lab.routing.tokens import Positioned
+from routing_lab.routing.trace import Trace
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -53,9 +66,14 @@ class AttentionStructure(Probe):
     keys that their query sees.
 
     Without a head: the mean over heads. `head_variance`: variance over heads of M times the attention that a key
-    receives, mean over keys; 0 where heads agree. `<statistic>_and_loss`: Spearman correlation over examples of
-    `row_entropy` or `largest_share` with the loss. `<statistic>_and_recall`, at a routed layer: of the map that it is
-    scored by, with the share of the patches that decide the class which it keeps, where the data know them.
+    receives, mean over keys; 0 where heads agree. `head_overlap`: Jaccard index of the best `top` of the keys in two
+    heads, mean over pairs of them (chance: of two random choices). `received_rank_<d>`: Spearman correlation within an
+    example of what its patches receive in one layer and d layers later, mean over such pairs of layers: how slowly maps
+    change, on which reading an older one rests (2412.20875, section 3).
+
+    `<statistic>_and_loss`: Spearman correlation over examples of `row_entropy` or `largest_share` with the loss.
+    `<statistic>_and_recall`, at a routed layer: of the map that it is scored by, with the share of the patches that
+    decide the class which it keeps, where the data know them.
 
     Args:
         sink: share of all attention above which a key is a sink.
@@ -88,10 +106,11 @@ class AttentionStructure(Probe):
             "source": np.tile(np.array([model.sources.get(layer, layer) for layer in routed], np.int64), (batch, 1)),
             "routed": np.tile(np.array(routed, dtype=np.int64), (batch, 1)),
             "loss": loss_of(output.float(), examples.targets).cpu().numpy(),
-            "head_variance": np.stack(
-                [missing[:, 0] if layer is None else head_variance(layer.received) for layer in layers], axis=1
-            ),
+            "received": np.stack([_of_patches(layer, trace, prefix) for layer in layers], axis=1),
         }
+        for name, measure in (("head_variance", head_variance), ("head_overlap", self._head_overlap)):
+            found = [missing[:, 0] if layer is None else measure(layer.received) for layer in layers]
+            arrays[name] = np.stack(found, axis=1)
         for name in STATISTICS:
             arrays[name] = np.stack([missing if item is None else item.of_map[name] for item in layers], axis=1)
             even = [missing[:, 0] if item is None else item.of_even[name][:, 0] for item in layers]
@@ -114,11 +133,16 @@ class AttentionStructure(Probe):
                 findings += [
                     Finding.mean(name, values[:, head], layer=layer, head=head, chance=chance) for head in range(heads)
                 ]
-            if np.isfinite(arrays["head_variance"][:, layer]).any():
-                findings.append(Finding.mean("head_variance", arrays["head_variance"][:, layer], layer=layer))
+            findings.append(Finding.mean("head_variance", arrays["head_variance"][:, layer], layer=layer))
+            overlap, chance = arrays["head_overlap"][:, layer], self.top / (2 - self.top)
+            findings.append(Finding.mean("head_overlap", overlap, layer=layer, chance=chance))
             for name in JOINED:
                 joined = _correlated(arrays[name][:, layer], arrays["loss"])
                 findings.append(Finding(f"{name}_and_loss", *joined, layer=layer, chance=0.0))
+        received = arrays["received"]
+        for apart in range(1, depth):
+            pairs = [within(received[:, i], received[:, i + apart], "spearman") for i in range(depth - apart)]
+            findings.append(Finding.mean(f"received_rank_{apart}", finite_mean(np.stack(pairs), axis=0), chance=0.0))
         if "recall" in arrays:
             for rank, (layer, source) in enumerate(
                 zip(arrays["routed"][0].tolist(), arrays["source"][0].tolist(), strict=True)
@@ -127,6 +151,12 @@ class AttentionStructure(Probe):
                     joined = _correlated(arrays[name][:, source], arrays["recall"][:, rank])
                     findings.append(Finding(f"{name}_and_recall", *joined, layer=layer, chance=0.0))
         return [finding for finding in findings if not math.isnan(finding.value)]
+
+    def _head_overlap(self, received: Array) -> Array:
+        """[B] of what keys receive in each head, [B, H, M]; NaN where there is one head alone."""
+        chosen = [torch.from_numpy(best(received[:, head], self.top)) for head in range(received.shape[1])]
+        pairs = [jaccard(first, second).numpy() for first, second in combinations(chosen, 2)]
+        return np.mean(pairs, axis=0) if pairs else np.full(len(received), math.nan)
 
     def figure(self, arrays: Arrays) -> Figure:
         """The mean of every statistic that is a share, an entropy or a distance, a cell for each layer and head."""
@@ -137,9 +167,7 @@ class AttentionStructure(Probe):
         rows = -(-len(shown) // 4)
         figure = Figure(figsize=(4 * max(2.4, 0.35 * depth), rows * (1.2 + 0.3 * heads)), layout="constrained")
         for axis, name in zip(figure.subplots(rows, 4).flat, shown, strict=False):
-            count = np.isfinite(arrays[name]).sum(axis=0)
-            mean = np.nansum(arrays[name], axis=0) / np.where(count, count, math.nan)
-            picture = axis.imshow(mean.T, aspect="auto", cmap="viridis")
+            picture = axis.imshow(finite_mean(arrays[name], axis=0).T, aspect="auto", cmap="viridis")
             axis.set(title=name.replace("_", " "), xlabel="layer", ylabel="head")
             axis.set_xticks(range(0, depth, max(1, depth // 6)))
             figure.colorbar(picture, ax=axis)
@@ -155,11 +183,13 @@ class MapStructure:
     Args:
         of_map: name -> [B, H]. of_even: name -> [B, 1].
         received: [B, H, M] the mean attention that each key receives, times the number of keys; NaN at padding.
+        position: [B, M] of each key; -1: it has none, or is padding.
     """
 
     of_map: dict[str, Array]
     of_even: dict[str, Array]
     received: Array
+    position: np.ndarray
 
 
 def map_structure(
@@ -193,7 +223,8 @@ def map_structure(
         distance = apart.of(row)
         found.add(shares, row, distance)
         even.add(visible / visible.sum(dim=-1, keepdim=True), row, distance)
-    there, position = keys.present().cpu().numpy(), keys.positions().cpu().numpy()
+    there = keys.present().cpu().numpy()
+    position = np.where(there, keys.positions().cpu().numpy(), -1)
     kind = np.where(position >= prefix, 1, np.where(position >= 0, 0, -1))
     number = there.sum(axis=1)[:, None, None]
     received = np.where(there[:, None], found.columns.cpu().numpy() * number, math.nan)
@@ -201,7 +232,7 @@ def map_structure(
     without = ~present.any(dim=1).cpu().numpy()
     for values in (*of_map.values(), *of_even.values(), received):
         values[without] = math.nan
-    return MapStructure(of_map, of_even, received)
+    return MapStructure(of_map, of_even, received, position)
 
 
 def head_variance(received: Array) -> Array:
@@ -292,13 +323,24 @@ def _reduced(
     }
 
 
+def _of_patches(layer: MapStructure | None, trace: Trace, prefix: int) -> Array:
+    """[B, P] what each patch receives in a layer, mean over heads; NaN where it is no key there."""
+    batch, patches = len(trace[0].origin), int(is_patch(trace).sum())
+    found = np.full((batch, patches), math.nan)
+    if layer is not None:
+        row, key = np.nonzero(layer.position >= prefix)
+        found[row, layer.position[row, key] - prefix] = layer.received.mean(axis=1)[row, key]
+    return found
+
+
 def _together(parts: Sequence[MapStructure | None]) -> MapStructure | None:
     """Several attentions beside each other as one with all their heads."""
     found = [part for part in parts if part is not None]
     if len(found) < 2:
         return found[0] if found else None
     of_map = {name: np.concatenate([part.of_map[name] for part in found], axis=1) for name in STATISTICS}
-    return MapStructure(of_map, found[0].of_even, np.concatenate([part.received for part in found], axis=1))
+    received = np.concatenate([part.received for part in found], axis=1)
+    return MapStructure(of_map, found[0].of_even, received, found[0].position)
 
 
 def _correlated(of_heads: Array, quality: Array) -> tuple[float, float, float, int]:
