@@ -20,7 +20,7 @@ from routing_lab.attention.fused import Fused
 from routing_lab.attention.literal import Literal
 from routing_lab.attention.registry import HAS_TRITON, SMALL
 
-SCALE, HEADS, QUERIES, KEYS = 0.35, 4, 23, 31
+SCALE, HEADS, QUERIES, KEYS = 0.35, 4, 11, 31
 
 SLABS: list[Backend] = [
     Chunked(slab=1),
@@ -154,7 +154,7 @@ def test_long_sequences() -> None:
     attention = AttentionMap(query, key, SCALE)
     with torch.no_grad(), largest_tensor() as seen:
         output, received = choose(attention).attend(attention, value)
-    assert seen["numel"] <= 2**20
+    assert seen["numel"] <= 2**19
     torch.testing.assert_close(output, fused_attention(attention, value), rtol=0, atol=1e-6)
     torch.testing.assert_close(received.sum(dim=-1), torch.ones(1, 1))
 
@@ -202,11 +202,11 @@ def test_triton_kernels_in_the_interpreter() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run([sys.executable, str(script), "cpu"], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "12 cases" in done.stdout
+    assert "6 cases" in done.stdout
 
 
 @pytest.mark.gpu
 def test_triton_kernels_on_the_gpu() -> None:
     from tests.attention.triton_cases import check
 
-    assert check("cuda") == 12
+    assert check("cuda") == 6

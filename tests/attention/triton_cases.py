@@ -7,7 +7,6 @@ python tests/attention/triton_cases.py cuda
 from __future__ import annotations
 
 import sys
-from itertools import product
 
 import torch
 
@@ -15,21 +14,29 @@ from routing_lab.attention import AttentionMap
 from routing_lab.attention.backends import Eager
 from routing_lab.attention.triton_kernels import Triton
 
+CASES = (
+    (2, 70, 70, False, False),
+    (2, 70, 70, True, True),
+    (2, 33, 97, True, False),
+    (2, 33, 97, False, True),
+    (1, 129, 129, True, False),
+    (1, 129, 129, False, True),
+)
+"""Samples, queries, keys, causal, half precision: one to three blocks a side, every pair of choices once."""
+
 
 def check(device: str) -> int:
     """The number of cases, all of which agree to 1e-5."""
     generator = torch.Generator().manual_seed(0)
     half = torch.bfloat16 if device == "cuda" else torch.float16  # the interpreter multiplies no bfloat16
-    count = 0
-    for (queries, keys), causal, dtype in product(
-        ((70, 70), (33, 97), (129, 129)), (False, True), (torch.float32, half)
-    ):
-        query = torch.randn(2, 4, queries, 24, generator=generator).to(device, dtype)
-        key, value = (torch.randn(2, 2, keys, 24, generator=generator).to(device, dtype) for _ in range(2))
-        mask = torch.rand(2, 1, 1, keys, generator=generator) > 0.2
+    for batch, queries, keys, causal, halved in CASES:
+        dtype = half if halved else torch.float32
+        query = torch.randn(batch, 4, queries, 24, generator=generator).to(device, dtype)
+        key, value = (torch.randn(batch, 2, keys, 24, generator=generator).to(device, dtype) for _ in range(2))
+        mask = torch.rand(batch, 1, 1, keys, generator=generator) > 0.2
         mask[..., 0] = True
-        weight = torch.rand(2, 1, queries, generator=generator).to(device)
-        own = torch.arange(queries, device=device).expand(2, queries)
+        weight = torch.rand(batch, 1, queries, generator=generator).to(device)
+        own = torch.arange(queries, device=device).expand(batch, queries)
         given = [mask.to(device), None] if dtype == torch.float32 else [mask.float().to(device), mask.to(device)]
         for part, own_key in zip(given, (None, own), strict=True):
             attention = AttentionMap(query, key, 0.3, part, causal, weight, own_key)
@@ -41,8 +48,7 @@ def check(device: str) -> int:
             rounding = 1e-5 if dtype == torch.float32 else 2e-2
             torch.testing.assert_close(output.float(), exact, rtol=0, atol=rounding)
             gradients(attention, expected)
-        count += 1
-    return count
+    return len(CASES)
 
 
 def gradients(attention: AttentionMap, expected: AttentionMap) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from routing_lab.attention.backends import Backend
 from routing_lab.attention.maps import AttentionMap, part, per_head, slices
 
-_SLAB_ELEMENTS = 3 * 2**18  # 3 MiB of float32: the maps of all heads at 197 tokens, 192 rows of one head at 4096
+_SLAB_ELEMENTS = 2**19  # 2 MiB of float32: the maps of all heads at 197 tokens, 128 rows of one head at 4096
 _SLAB_ELEMENTS_GPU = 2**25
 
 
@@ -104,18 +104,23 @@ def _forward(attention: AttentionMap, value: Tensor | None, slab: int) -> tuple[
     received = attention.query.new_zeros(batch, heads, keys, dtype=dtype)
     together, rows = _slab_shape(attention, slab)
     space = received.new_empty(together * rows * keys)
+    products = None if value is None else received.new_empty(together * rows * value.shape[3])
     with torch.autocast(received.device.type, enabled=False):
         for sample, head in _samples_and_heads(attention, together):
             key_shd = _of(attention.key, sample, head, attention, rows)
             value_shd = None if value is None else _of(value, sample, head, attention, rows)
+            total_hs = received[sample, head]
             for row in slices(queries, rows):
                 slab_hrs = _softmax_into(space, attention, key_shd, sample, head, row)
                 seen = slab_hrs.shape[2]
-                if output is not None and value_shd is not None:
-                    output[sample, head, row] = torch.bmm(slab_hrs, value_shd[:, :seen])
+                if output is not None and value_shd is not None and products is not None:
+                    output_hrd = output[sample, head, row]
+                    product_hrd = products[: output_hrd.numel()].view(output_hrd.shape)
+                    output_hrd.copy_(torch.bmm(slab_hrs, value_shd[:, :seen], out=product_hrd))
                 _uncount_own(slab_hrs, attention, sample, row)
-                sums = torch.bmm(weight[sample, :, row].expand(slab_hrs.shape[0], 1, -1), slab_hrs)
-                received[sample, head, :seen] += sums.squeeze(1)
+                sums_h1s = total_hs[:, :seen].unsqueeze(1)
+                weight_h1r = weight[sample, :, row].expand(slab_hrs.shape[0], 1, -1)
+                torch.baddbmm(sums_h1s, weight_h1r, slab_hrs, out=sums_h1s)
     return output, received
 
 
