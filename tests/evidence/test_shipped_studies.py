@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -29,11 +29,14 @@ def composer() -> Composer:
 
 
 def composed(study: Study, arm: str, scale: str, composer: Composer) -> Loaded:
-    def checked(overrides: Sequence[str]) -> Loaded:
-        return check_overrides(composer, [*overrides, "seed=0"], here=False)
+    arms = {name: [*study.overrides(name, scale), "seed=0"] for name in study.arms}
+    words = with_target(arm, arms, lambda overrides: checked(composer, tuple(overrides)).config)
+    return checked(composer, tuple(words))
 
-    arms = {name: study.overrides(name, scale) for name in study.arms}
-    return checked(with_target(arm, arms, lambda overrides: checked(overrides).config))
+
+@lru_cache(maxsize=8)
+def checked(composer: Composer, overrides: tuple[str, ...]) -> Loaded:
+    return check_overrides(composer, overrides, here=False)
 
 
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)

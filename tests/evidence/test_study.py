@@ -127,6 +127,7 @@ def test_study_reads_from_its_file_and_composes_overrides(tmp_path: Path, study:
             "hypothesis.predicted.x: no such effect; there are: source at none",
         ),
         ({"hypothesis__predicted": {"papers": "up"}}, "hypothesis.predicted.papers='up'"),
+        ({"tests": {"C01": ["papers", "x"]}}, "tests.C01: no such effect; there are: source at none"),
         (
             {"decision__rules": [{"verdict": "supports", "says": "s", "when": {"papers": "better"}}]},
             "is not a condition",
