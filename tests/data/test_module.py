@@ -244,9 +244,8 @@ def test_seeded_puts_the_generators_back_after_an_error() -> None:
     assert generators() == before
 
 
-def test_other_sets_have_no_mask(build: Build) -> None:
-    with pytest.raises(ValueError, match="data=planted does"):
-        build().mask(0)
+def test_other_sets_do_not_know_which_patches_matter(build: Build) -> None:
+    assert build().informative(torch.arange(2), (2, 2)) is None
 
 
 class Recorder(pl.LightningModule):

@@ -59,9 +59,12 @@ def test_every_informative_patch_is_needed(planted: VisionData) -> None:
 
 
 def test_mask_is_given_for_every_example(planted: VisionData) -> None:
-    mask = planted.mask(int(planted.split["test"][5]))
-    assert (mask.shape, mask.dtype, int(mask.sum())) == ((8, 8), torch.bool, 3)
     assert planted.masks is not None
+    some = planted.split["test"][5:7]
+    found = planted.informative(some, (8, 8))
+    assert found is not None
+    assert torch.equal(found, planted.masks[some].flatten(1))
+    assert found.dtype == torch.bool
     assert planted.masks.flatten(1).sum(1).eq(3).all()
     share = planted.masks.float().mean(0) * 64 / 3
     assert 0.5 < share.min() < share.max() < 1.6

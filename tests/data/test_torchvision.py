@@ -36,6 +36,15 @@ def draw(path: Path, label: int) -> None:
     Image.new("RGB", (12, 10), (40 * label,) * 3).save(path, format="PNG")
 
 
+def draw_trimap(path: Path) -> None:
+    """The upper left quarter is the animal's, with its outline."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    trimap = np.full((10, 12), 2, dtype=np.uint8)
+    trimap[:5, :5] = 3
+    trimap[:4, :4] = 1
+    Image.fromarray(trimap).save(path)
+
+
 def check(data: VisionData, sizes: tuple[int, int, int]) -> None:
     """Sizes, disjoint splits, and images that belong to their targets."""
     assert tuple(data.sizes.values()) == sizes
@@ -120,9 +129,14 @@ def test_pets(build: Build, tmp_path: Path) -> None:
         for i in range(count):
             label = i % 4
             draw(folder / "images" / f"Breed_{label}_{split}{i}.jpg", label)
+            draw_trimap(folder / "annotations" / "trimaps" / f"Breed_{label}_{split}{i}.png")
             lines.append(f"Breed_{label}_{split}{i} {label + 1} 1 1")
         (folder / "annotations" / f"{split}.txt").write_text("\n".join(lines))
-    check(build("pets", val_fraction=0.2), (16, 4, 8))
+    data = build("pets", val_fraction=0.2)
+    check(data, (16, 4, 8))
+    mask = data.informative(data.split["test"][:2], (4, 4))
+    assert mask is not None
+    assert mask.reshape(2, 4, 4).tolist() == [[[row < 2 and column < 2 for column in range(4)] for row in range(4)]] * 2
 
 
 def test_cars(build: Build, tmp_path: Path) -> None:

@@ -270,10 +270,13 @@ def _transform(source: Source, data: Any, augment: str) -> Callable[[Image.Image
     return _Chain([colour, final] if in_memory else [crop, colour, final])
 
 
-def evaluation_transform(data: Any) -> Callable[[Image.Image], Tensor]:
-    """PIL RGB -> uint8 [3, image_size, image_size]: resize the shorter side, crop the centre."""
+def evaluation_transform(data: Any, interpolation: str | None = None) -> Callable[[Image.Image], Tensor]:
+    """PIL image -> uint8 [C, image_size, image_size]: resize the shorter side, crop the centre.
+
+    interpolation: as in `data.interpolation`, which None stands for, or `nearest`.
+    """
     transform: Callable[[Image.Image], Tensor] = create_transform(
-        data.image_size, interpolation=data.interpolation, crop_pct=data.crop_pct, normalize=False
+        data.image_size, interpolation=interpolation or data.interpolation, crop_pct=data.crop_pct, normalize=False
     )
     return transform
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import adaptive_avg_pool2d
 
 from routing_lab.data.batches import Batch, BatchBuilder, evaluation_transform
 from routing_lab.data.epochs import SeededData
@@ -51,7 +52,8 @@ class VisionData(SeededData[Batch]):
         split: ascending indices int64 of `train`, `val` and `test`.
         sizes: number of examples of each split.
         targets: class of every example of the set, int64 [N].
-        masks: bool [N, grid, grid], the patches that decide the class; only for `data=planted`, otherwise None.
+        masks: bool [N, grid, grid], the patches that decide the class; only for `data=planted`, otherwise None. Of
+            images that are evaluated `informative` knows more.
     """
 
     def __init__(self, source: Source, data: Any, train: Any, seed: int, workers: int = 0) -> None:
@@ -67,6 +69,7 @@ class VisionData(SeededData[Batch]):
         self.targets = torch.from_numpy(source.targets)
         self.masks = source.masks
         self._source = source
+        self._data = data
 
     @property
     def fingerprint(self) -> str:
@@ -76,15 +79,23 @@ class VisionData(SeededData[Batch]):
         """
         return self._source.fingerprint
 
-    def mask(self, index: int) -> Tensor:
-        """Which patches decide the class of an example, bool [grid, grid].
+    def informative(self, index: Tensor, grid: tuple[int, int]) -> Tensor | None:
+        """[B, rows * columns] bool: the patches that matter of examples [B] as they are evaluated.
+
+        Of planted images those that decide the class, of `data=pets` those at least half of which is the animal's, its
+        outline included. None: the data set does not know.
 
         Raises:
-            ValueError: the data set has no mask.
+            ValueError: a trimap that cannot be read.
         """
-        if self.masks is None:
-            raise ValueError("this data set does not know which patches matter; data=planted does")
-        return self.masks[index]
+        if self.masks is not None:
+            return self.masks[index].flatten(1)
+        source = self._source
+        if isinstance(source, ArraySource) or source.trimaps is None:
+            return None
+        transform = evaluation_transform(self._data, "nearest")
+        whole = torch.stack([transform(source.foreground(number)) for number in index.tolist()])
+        return (adaptive_avg_pool2d(whole / 255, grid) >= 0.5).flatten(1)
 
 
 def _fits_memory(source: FileSource, data: Any) -> bool:

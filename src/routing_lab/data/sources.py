@@ -33,6 +33,9 @@ Splits = dict[Split, NDArray[np.int64]]
 MEMORY_BYTES = 2**30
 """Largest set of decoded images that `data.memory=null` keeps in memory."""
 
+BACKGROUND = 2
+"""In a trimap."""
+
 _DIGITS: dict[Split, int] = {"test": 360, "val": 180}
 
 
@@ -57,7 +60,8 @@ class ArraySource:
 class FileSource:
     """Image files: `names` identify them independently of where they lie, `places` say where that is.
 
-    Places are paths, or member names of the ZIP archive `archive`.
+    Places are paths, or member names of the ZIP archive `archive`. `trimaps` are images of the same sizes that say of
+    every pixel whether it is the object's (1), the background's (2) or on the outline between them (3).
     """
 
     names: tuple[str, ...]
@@ -66,6 +70,7 @@ class FileSource:
     class_names: tuple[str, ...]
     splits: Splits
     archive: Archive | None = None
+    trimaps: tuple[str, ...] | None = None
     masks: None = field(default=None, init=False)
 
     def open(self, index: int) -> Image.Image:
@@ -85,6 +90,20 @@ class FileSource:
                 return upright.convert("RGB")
         except (*DAMAGE, Image.DecompressionBombError) as error:
             raise ValueError(f"{self._shown(place)}: cannot read this image ({error})") from error
+
+    def foreground(self, index: int) -> Image.Image:
+        """What is no background in one image: 255, elsewhere 0.
+
+        Raises:
+            ValueError: the trimap cannot be read; it is named.
+        """
+        assert self.trimaps is not None
+        place = self.trimaps[index]
+        try:
+            with Image.open(place) as image:
+                return image.convert("L").point([0 if value == BACKGROUND else 255 for value in range(256)])
+        except (*DAMAGE, Image.DecompressionBombError) as error:
+            raise ValueError(f"{place}: cannot read this trimap ({error})") from error
 
     @cached_property
     def fingerprint(self) -> str:
@@ -234,7 +253,8 @@ def _pets(data: Any) -> FileSource:
         "train" if name == "trainval" else "test": list(zip(part._images, part._labels, strict=True))
         for name, part in parts.items()
     }
-    return _from_torchvision(data, samples, parts["trainval"].classes)
+    source = _from_torchvision(data, samples, parts["trainval"].classes)
+    return replace(source, trimaps=tuple(str(path) for part in parts.values() for path in part._segs))
 
 
 def _torchvision(kind: Any, data: Any, **options: Any) -> Any:

@@ -26,7 +26,7 @@ class MaskAgreement(Probe):
 
     def measure(self, model: RoutedModel, examples: Examples) -> dict[str, np.ndarray]:
         if examples.masks is None:
-            raise ValueError("probe=agreement needs the patches that matter; use data=planted or data with masks")
+            raise ValueError("probe=agreement needs the patches that matter; data=planted and data=pets know them")
         _, trace = traced(model, examples)
         layers = model.routed_layers
         return {

@@ -12,7 +12,6 @@ from statistics import fmean
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
@@ -24,7 +23,7 @@ from routing_lab.probes.base import Examples, Finding, Probe
 from routing_lab.probes.pictures import picture, write_page
 from routing_lab.probes.runner import Progress, Sample, Subject, read_arrays, run_probe
 from routing_lab.runs.records import read_record
-from routing_lab.training.opening import open_run
+from routing_lab.training.opening import OpenedRun, open_run
 
 Split = Literal["train", "val", "test"]
 
@@ -77,7 +76,7 @@ def run_on(asked: Asked, folder: Path, progress: Progress | None = None) -> tupl
         run.record["run_id"],
         folder,
         run.model,
-        partial(_examples, run.data),
+        partial(_examples, run),
         run.data.split[asked.split],
     )
     options = {**asked.options, "split": asked.split}
@@ -108,11 +107,11 @@ def between(asked: Asked, folders: Sequence[Path]) -> str:
     return _aligned(lines) if len(lines) > 1 else ""
 
 
-def _examples(data: Any, index: Tensor) -> Examples:
+def _examples(run: OpenedRun, index: Tensor) -> Examples:
     """The examples with these numbers, whatever they are: a batch begins with inputs, targets and numbers."""
-    batch = data.examples(index)
-    masks = None if data.masks is None else torch.as_tensor(data.masks).flatten(1)[index]
+    batch = run.data.examples(index)
     inputs, targets, numbers = batch[:3]
+    masks = run.data.informative(index, run.model.adapter.grid(inputs))
     return Examples(inputs, targets, numbers, masks, getattr(batch, "segments", None))
 
 
@@ -134,7 +133,7 @@ def look(folders: Sequence[Path], out: Path, count: int = 16, seed: int = 0) -> 
     if len(prints) > 1:
         raise ValueError("the runs have different data: one page shows the same images for all of them")
     data = runs[0].data
-    some = _examples(data, Sample(count, seed).indices(data.split["test"]))
+    some = _examples(runs[0], Sample(count, seed).indices(data.split["test"]))
     shown = [picture(run.model, some, run.record["name"]) for run in runs]
     title = "What every layer kept: " + ", ".join(item.label for item in shown)
     numbers = some.index.tolist()

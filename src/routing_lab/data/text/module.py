@@ -70,6 +70,10 @@ class TextData(SeededData[TextBatch]):
             digest.update(split[name].numpy().astype("<i8").tobytes())
         self.fingerprint = digest.hexdigest()
 
+    def informative(self, index: Tensor, grid: tuple[int, int] | None = None) -> Tensor | None:
+        """[B, N] bool: the tokens that matter of windows [B]; None: the data set does not know. Texts have no grid."""
+        return None if self.masks is None else self.masks[index]
+
     def at_length(self, length: int) -> Loader[TextBatch]:
         """The test split in windows of another length, as many tokens a batch and, to a window, of the same text.
 
