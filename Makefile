@@ -16,7 +16,7 @@ BIN := $(VENV)/bin
 # An environment is up to date as long as it was made from this very pyproject.toml, in this checkout.
 STAMP := $(VENV)/.installed-$(shell { pwd; cat pyproject.toml; } | cksum | cut -d' ' -f1)
 
-.PHONY: help demo test test-gpu lint format bench evidence install install-dev clean
+.PHONY: help demo test test-gpu lint format bench evidence ledger install install-dev clean
 
 help: ## print this list
 	@echo "targets (VENV=$(VENV), PYTHON=$(PYTHON)):"
@@ -50,6 +50,9 @@ bench: install-dev ## run the benchmarks
 
 evidence: install ## write pages, tables and figures of the committed studies again, and "What we found"
 	$(BIN)/python scripts/evidence.py
+
+ledger: install ## write docs/paper_map.md and docs/ledger.md from the study files and docs/ledger.csv
+	$(BIN)/python scripts/ledger.py
 
 install: $(STAMP) ## environment and package
 install-dev: $(STAMP)-dev ## environment and package with development extras

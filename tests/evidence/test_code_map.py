@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = [(ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("paper_map.md", "limits.md")]
+PAGES = [(ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("code_map.md", "limits.md")]
 NAMES = sorted({name for page in PAGES for name in re.findall(r"`([^`]+)`", page)})
 CONF = ROOT / "conf"
 
