@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from routing_lab.config import Composer, Config, ConfigError, Loaded, check_overrides, identity, run_folder
 from routing_lab.config.match import told, with_target
+from routing_lab.config.nominal import placed_lines
 from routing_lab.config.probing import probe_settings
 from routing_lab.config.problems import Problem, alternatives, lines_of
 from routing_lab.data.state import WAYS_ON_IN_A_STUDY, changed_inputs
@@ -220,6 +221,9 @@ def describe(planned: PlannedStudy) -> str:
     matched = {arm: loaded.config.match for arm, loaded in planned.arms.items()}
     if costs := [f"  {arm}: {told(match)}" for arm, match in matched.items() if match.solution is not None]:
         lines += ["matched by cost:", *costs, ""]
+    placed = {arm: ", ".join(placed_lines(loaded.config)) for arm, loaded in planned.arms.items()}
+    if told_layers := [f"  {arm:<{width}}  {line}" for arm, line in placed.items() if line]:
+        lines += [*told_layers, ""]
     left = sum(state != FINISHED for state in states)
     seconds = left * settings.seconds_per_cell
     lines.append(f"{left} cells to run, about {formatting.duration(seconds)} one after the other on {settings.machine}")

@@ -18,8 +18,9 @@ from typing import NoReturn
 
 import hydra
 
-from routing_lab.config import Composer, ConfigError, check_command, conf_path
+from routing_lab.config import Composer, ConfigError, check_command, check_overrides, conf_path
 from routing_lab.config.hydra_internals import get_args_parser
+from routing_lab.config.nominal import placed_lines
 from routing_lab.sweeps import Launch, job, launched, report_sweep, shares
 
 
@@ -32,6 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     words = [word for word in words if word not in parsed.overrides] + parsed.overrides
     if _is_hydras_own(parsed):
         _hydra(words)
+        if parsed.cfg == "job" and parsed.package is None:
+            print(*_placed(parsed), sep="\n")
         sys.exit(0)
     try:
         composer = Composer(parsed.config_dir, _own_path(parsed.config_path), parsed.config_name)
@@ -71,6 +74,15 @@ def _is_hydras_own(parsed: argparse.Namespace) -> bool:
         parsed.experimental_rerun,
     )
     return any(value not in (None, False) for value in asked)
+
+
+def _placed(parsed: argparse.Namespace) -> list[str]:
+    """Comments behind a printed configuration: its layers, where it is one that can be run."""
+    try:
+        composer = Composer(parsed.config_dir, _own_path(parsed.config_path), parsed.config_name)
+        return [f"# {line}" for line in placed_lines(check_overrides(composer, parsed.overrides, here=False).config)]
+    except ConfigError:
+        return []
 
 
 def _hydra(arguments: Sequence[str]) -> None:

@@ -182,6 +182,10 @@ class TestAsACommand:
         done = self.run("-c", code, "train", "--cfg", "job", "router=linear", cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         assert "_target_: routing_lab.routing.routers.LinearRouter" in done.stdout
+        assert done.stdout.splitlines()[-2:] == [
+            "# layers: T-D-T-D-T-D (T dense, D routed block)",
+            "# ceiling: at most 1.89 times fewer multiply-accumulates than the dense model",
+        ]
         assert list(tmp_path.iterdir()) == []
 
     def test_help_and_info_are_hydras_and_import_no_torch(self, tmp_path: Path) -> None:

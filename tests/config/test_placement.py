@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from routing_lab.axes.layers import attention_sources, routed_layers
+from routing_lab.axes.layers import attention_sources, layer_string, routed_layers
 from routing_lab.axes.placements import PLACEMENTS
+from routing_lab.config import load
+from routing_lab.config.nominal import placed_lines
 
 
 @pytest.mark.parametrize(
@@ -110,3 +112,22 @@ def test_every_placement_is_deterministic_and_sorted() -> None:
         options = {"layers": [3, 1]} if name in ("stages", "list") else {}
         routed = PLACEMENTS[name](**options).routed(12)
         assert routed == sorted(set(routed))
+
+
+@pytest.mark.parametrize("depth", [32, 24])
+def test_the_layer_string_of_published_decoders(depth: int) -> None:
+    """DTRNet's released list D = {2, 4, ..., 30} of 32 and {2, ..., 22} of 24 names the layers that stay dense."""
+    listed = layer_string(range(2, depth - 1, 2), depth)
+    released = layer_string(PLACEMENTS["bilayer"](ends="routed").routed(depth), depth)
+    assert released == listed.translate(str.maketrans("TD", "DT"))
+    assert layer_string(PLACEMENTS["bilayer"]().routed(depth), depth) == "T-D-" * (depth // 2 - 1) + "T-T"
+    assert layer_string(PLACEMENTS["trilayer"]().routed(8), 8) == "T-D-D-T-D-D-T-T"
+
+
+def test_what_a_placement_saves_at_most_is_said_beforehand() -> None:
+    (layers, ceiling) = placed_lines(load(["placement=later", "capacity.protect=none"]).config)
+    assert layers == "layers: T-T-T-D-D-D (T dense, D routed block)"
+    assert ceiling == "ceiling: at most 2.00 times fewer multiply-accumulates than the dense model"
+    assert placed_lines(load(["router=dense"]).config) == []
+    (layers,) = placed_lines(load(["task=language", "method=dtrnet"]).config)
+    assert layers.startswith("layers: T-D-T-")

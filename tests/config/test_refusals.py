@@ -238,6 +238,14 @@ def test_a_fill_policy_and_another_source_make_consecutive_layers_possible() -> 
         ("capacity.warmup=0.5 train.epochs=0", "capacity.warmup has no effect"),
         ("train.epochs=2", "train.warmup_epochs=5 lasts as long as training (train.epochs=2)"),
         ("capacity=threshold", "hardly any token is kept"),
+        ("method=avit", "losses.halting_prior.center=8 lies behind the last layer, 5"),
+        (
+            "method=avit losses.halting_prior.center=null",
+            "A-ViT's for a backbone of width 192, and none",
+        ),
+        ("method=avit backbone=deit_small", "of width 192, 75 at this one (384)"),
+        ("method=attention_variance", "bypass.temperature=1 fuses by nearly equal weights"),
+        ("router=attention_variance router.form=literal", "Eq. 6 as printed is zero for every token"),
     ],
 )
 def test_what_means_less_than_it_seems_runs_with_a_remark(overrides: str, remark: str) -> None:
@@ -248,6 +256,8 @@ def test_what_means_less_than_it_seems_runs_with_a_remark(overrides: str, remark
 def test_the_defaults_run_without_a_remark() -> None:
     assert load().warnings == []
     assert load(["router=amod", "scaling=multiply", "seed=0"]).warnings == []
+    assert load(["method=avit", "backbone=deit_tiny"]).warnings == []
+    assert load(["method=attention_variance_scaled"]).warnings == []
 
 
 def test_routing_of_a_given_model_is_checked_against_its_facts() -> None:

@@ -85,6 +85,8 @@ def test_everything_may_halt(bypass: str) -> None:
     model = routed([*HALTING, "router.beta=-50", f"bypass={bypass}"]).train()
     logits, trace = model(images(), return_trace=True)
     (logits.sum() + ponder_loss(trace) + halting_prior_loss(trace)).backward()
+    centred = halting_prior_loss(trace, center=None)
+    assert centred == halting_prior_loss(trace, center=2 / 3 * DEPTH) != halting_prior_loss(trace)
     assert ran(trace).sum(dim=0).eq(1).all()
     assert all(parameter.grad is None or parameter.grad.isfinite().all() for parameter in model.parameters())
     assert trace[1].tokens == (0 if bypass == "ponder" else TOKENS)

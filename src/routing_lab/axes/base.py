@@ -129,12 +129,17 @@ class Member(Targeted):
 
 
 class Beside(Protocol):
-    """What a member stands beside in a configuration. epochs: of training; None where nothing is trained here."""
+    """What a member stands beside in a configuration.
+
+    facts: of the backbone. epochs: of training; None where nothing is trained here.
+    """
 
     @property
     def router(self) -> RouterConfig: ...
     @property
     def bypass(self) -> BypassConfig: ...
+    @property
+    def facts(self) -> BackboneFacts: ...
     @property
     def epochs(self) -> int | None: ...
 

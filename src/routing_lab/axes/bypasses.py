@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from routing_lab.axes.base import Index, Member, Name, Outside, registry, shipped
+from routing_lab.axes.base import Beside, Index, Member, Name, Outside, registry, shipped
 from routing_lab.axes.budget import Offer, merge_count, merge_schedule
 from routing_lab.axes.facts import BypassTraits
 
@@ -78,6 +79,16 @@ class FuseConfig(BypassConfig):
 
     def num_left(self, kept: int, offer: Offer) -> int:
         return kept + (kept < offer.tokens)
+
+    def remarks(self, beside: Beside) -> Iterator[str]:
+        yield from super().remarks(beside)
+        is_flat = self.weights == "softmax" and self.temperature_unit == "absolute" and self.temperature >= 1
+        if is_flat and beside.router.traits.attention:
+            yield (
+                f"bypass.temperature={self.temperature:g} fuses by nearly equal weights (bypass.weights=mean): scores "
+                f"that router={beside.router.name} reads off an attention map lie within 1 of each other; "
+                "bypass.temperature_unit=spread measures it by their spread"
+            )
 
 
 class MergeConfig(BypassConfig):

@@ -69,6 +69,11 @@ def routed_layers(placement: Callable[..., list[int]], depth: int, **options: An
     return _in_range(sorted(placement(depth, **options)), depth, "placement")
 
 
+def layer_string(routed: Sequence[int], depth: int) -> str:
+    """T-D-T-D-...: every layer from the first to the last, T dense and D routed (DTRNet's notation)."""
+    return "-".join("D" if layer in routed else "T" for layer in range(depth))
+
+
 def attention_sources(
     routed: Sequence[int],
     depth: int,

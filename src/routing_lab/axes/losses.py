@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from routing_lab.axes.base import Fraction, Outside, Targeted, shipped
-from routing_lab.axes.facts import LossTraits
+from routing_lab.axes.facts import BackboneFacts, LossTraits
 
 
 class LossConfig(Targeted):
@@ -30,6 +30,10 @@ class LossConfig(Targeted):
     def traits(self) -> LossTraits:
         """Its facts. Raises UnknownTarget."""
         return self.stated(self.facts)
+
+    def remarks(self, facts: BackboneFacts) -> Iterator[str]:
+        """Values of its own that mean less than they seem to on a backbone with these facts."""
+        yield from ()
 
 
 class RatioLossConfig(LossConfig):
@@ -109,10 +113,17 @@ class HaltingPriorLossConfig(LossConfig):
 
     class_path: str = shipped("routing_lab.routing.losses.halting_prior_loss")
     weight: float = Field(default=1.0e-3, ge=0)
-    center: float = 8.0
+    center: float | None = 8.0
     std: float = Field(default=1.0, gt=0)
     form: Literal["paper", "code"] = "paper"
     skip_first_sample: bool = False
+
+    def remarks(self, facts: BackboneFacts) -> Iterator[str]:
+        if self.center is not None and self.center > facts.depth - 1:
+            yield (
+                f"losses.halting_prior.center={self.center:g} lies behind the last layer, {facts.depth - 1}: the prior "
+                "only pulls towards halting later; null = two thirds of the depth, A-ViT's 8 of 12"
+            )
 
 
 class OutsideLossConfig(LossConfig, Outside):

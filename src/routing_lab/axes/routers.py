@@ -17,6 +17,9 @@ Query: TypeAlias = Literal["cls", "gap", "all"]
 RECEIVED: frozenset[AttentionStatistic] = frozenset({"received"})
 CLASS_ROW: frozenset[AttentionStatistic] = frozenset({"class_row"})
 
+PUBLISHED_BETAS = {192: 30.0, 384: 75.0}
+"""Width of the backbone -> A-ViT's shift of the halting score (README of the released code: DeiT-T and DeiT-S)."""
+
 
 class RouterConfig(Member):
     """Keys that every router has."""
@@ -195,6 +198,17 @@ class HaltingRouterConfig(RouterConfig):
     gamma: float = 10.0
     beta: float = 30.0
     channel: Index = 0
+
+    def remarks(self, beside: Beside) -> Iterator[str]:
+        yield from super().remarks(beside)
+        width = beside.facts.width
+        chosen_for = {beta: width for width, beta in PUBLISHED_BETAS.items()}.get(self.beta)
+        if chosen_for not in (None, width):
+            own = f"{PUBLISHED_BETAS[width]:g} at this one" if width in PUBLISHED_BETAS else "and none at this one"
+            yield (
+                f"router.beta={self.beta:g} is A-ViT's for a backbone of width {chosen_for}, {own} ({width}): it sets "
+                "how large the halting channel must grow before a token halts"
+            )
 
 
 class AttentionReceivedRouterConfig(HeadRouterConfig):

@@ -50,6 +50,10 @@ class BackboneConfig(Strict):
         """What routing needs to know of this backbone."""
         return BackboneFacts(self.depth, self.width, self.heads)
 
+    def shape(self, classes: int) -> ModelShape | None:
+        """The shape that its cost depends on; None where only the built model knows it."""
+        return None
+
     def refusals(self) -> Iterator[Refusal]:
         """What cannot be built."""
         if self.width % self.heads:
@@ -119,7 +123,6 @@ class TimmBackboneConfig(BackboneConfig):
         return ((self.image_size - self.patch_size) // (self.patch_stride or self.patch_size) + 1) ** 2
 
     def shape(self, classes: int) -> ModelShape | None:
-        """The shape that its cost depends on; None where it leaves the MLP to timm."""
         if self.mlp_ratio is None or self.mlp is None:
             return None
         hidden = int(self.width * self.mlp_ratio)

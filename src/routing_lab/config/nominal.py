@@ -9,16 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from routing_lab.axes.budget import Offer
 from routing_lab.axes.bypasses import BypassConfig
 from routing_lab.axes.capacities import CapacityConfig
+from routing_lab.axes.layers import layer_string
 from routing_lab.axes.placements import PlacementConfig
 from routing_lab.axes.routers import RouterConfig
 from routing_lab.axes.scalings import ScalingConfig
 from routing_lab.axes.visibilities import VisibilityConfig
-from routing_lab.cost.macs import LayerRule, LayerTokens, ModelShape, layer_rules, routed_macs
+from routing_lab.cost.macs import LayerRule, LayerTokens, ModelShape, layer_rules, routed_macs, speedup_ceiling
+
+if TYPE_CHECKING:
+    from routing_lab.config.schema import Config
 
 
 class RoutingAxes(Protocol):
@@ -118,6 +122,25 @@ def layer_tokens(rules: Sequence[LayerRule], counts: Sequence[Treated]) -> list[
         rule.tokens(count.entering, count.entering if rule.sublayer is None else count.treated)
         for rule, count in zip(rules, counts, strict=True)
     ]
+
+
+def placed_lines(config: Config) -> list[str]:
+    """Which layers a configuration routes, and what they can save at most; empty for a dense model.
+
+    The ceiling is the dense cost over that of a model whose routed layers keep nothing but protected tokens, the head,
+    which reads one token, left out: at most 2 where every second layer is routed as a whole.
+    """
+    backbone = config.backbone
+    if not config.router.traits.routes:
+        return []
+    routed = config.placement.routed(backbone.depth)
+    lines = [f"layers: {layer_string(routed, backbone.depth)} (T dense, D routed {config.placement.sublayer})"]
+    shape = backbone.shape(classes=0)
+    if shape is not None and not unsaid(config):
+        kept = config.capacity.num_protected(shape.prefix)
+        ceiling = speedup_ceiling(shape, routing_rules(config, routed, shape.depth), kept)
+        lines.append(f"ceiling: at most {ceiling:.2f} times fewer multiply-accumulates than the dense model")
+    return lines
 
 
 def nominal_macs(axes: RoutingAxes, shape: ModelShape) -> float:

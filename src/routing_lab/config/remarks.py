@@ -68,14 +68,17 @@ def keys_without_effect(
 class _Beside:
     router: RouterConfig
     bypass: BypassConfig
+    facts: BackboneFacts
     epochs: int | None
 
 
-def members_remark(sections: Mapping[str, Any], router: RouterConfig, bypass: BypassConfig) -> Iterator[str]:
+def members_remark(
+    sections: Mapping[str, Any], router: RouterConfig, bypass: BypassConfig, facts: BackboneFacts
+) -> Iterator[str]:
     """What every member says of its own values."""
     if router.traits.routes:
         train: TrainConfig | None = sections.get("train")
-        beside = _Beside(router, bypass, None if train is None else train.epochs)
+        beside = _Beside(router, bypass, facts, None if train is None else train.epochs)
         for axis in AXES:
             yield from sections[axis].remarks(beside)
 
@@ -119,12 +122,14 @@ def warmup_ends(train: TrainConfig) -> Iterator[str]:
 
 
 def losses_change_something(
-    losses: Mapping[str, LossConfig], router: RouterConfig, train: TrainConfig
+    losses: Mapping[str, LossConfig], router: RouterConfig, train: TrainConfig, facts: BackboneFacts
 ) -> Iterator[str]:
-    """Auxiliary losses that nothing follows."""
+    """Auxiliary losses that nothing follows, and what each says of its own values."""
     for name, loss in losses.items():
         if not loss.weight:
             continue
+        if router.traits.routes:
+            yield from loss.remarks(facts)
         if not router.traits.routes:
             yield f"losses={name} has no effect: router={router.name} routes nothing"
         elif not train.epochs:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from routing_lab.attention import StatisticsRequest
+from routing_lab.axes.layers import layer_string
 from routing_lab.routing.backbone import Backbone, Block, LayerWatch
 from routing_lab.routing.base import Reduction, RunState
 from routing_lab.routing.cache import KVCache
@@ -417,6 +418,5 @@ class RoutedModel(nn.Module):
             self.request = replace(self.request, exact=mode == "exact")
 
     def extra_repr(self) -> str:
-        depth = self.adapter.depth
-        pattern = "-".join("D" if layer in self.routed_layers else "T" for layer in range(depth))
+        pattern = layer_string(self.routed_layers, self.adapter.depth)
         return f"routed_layers={self.routed_layers} (zero-based), {pattern} (T dense, D routed)"
