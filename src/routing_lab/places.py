@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from pathlib import Path
@@ -29,4 +30,12 @@ def unwritable(folder: str | Path) -> str | None:
 
 def _too_long(folder: Path) -> str | None:
     longest = max(len(os.fsencode(part)) for part in folder.parts)
-    return f"a part of it has {longest} bytes; file systems take 255" if longest > 255 else None
+    if longest > 255:
+        return f"a part of it has {longest} bytes; file systems take 255"
+    try:
+        # As long as the files that are to come.
+        (folder / ("x" * 255)).lstat()
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return f"it has {len(os.fsencode(folder))} bytes, which leaves no room for the names of files"
+    return None

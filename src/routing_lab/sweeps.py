@@ -15,8 +15,8 @@ import shutil
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,9 @@ TABLE = "sweep.csv"
 
 GRACE = 20.0
 """Seconds that jobs in other processes have to write down where they stand before they are killed."""
+
+FULL_ERROR = "HYDRA_FULL_ERROR"
+"""Environment variable, 1 for whoever wants to see where an error of a launcher came from."""
 
 HELPERS = ("resource_tracker", "wandb-core")
 """Programs that libraries start beside a process and that end with it: what it writes down at its end needs them."""
@@ -116,10 +119,11 @@ def launched(launch: Callable[[], object]) -> int:
     """Call `launch`, which starts jobs; its end as an exit code.
 
     SIGTERM ends it as Ctrl-C does: jobs in other processes are ended too, with time to write down where they stand.
+    So are those that are left where a launcher gives up, as when one of its processes was killed.
     """
     before = psutil.Process().children(recursive=True)
     try:
-        with interruptible():
+        with interruptible(), _hydra_passes_errors_on():
             launch()
     except KeyboardInterrupt as raised:  # a launcher may raise one of its own
         interruption = raised if isinstance(raised, Interrupted) else Interrupted()
@@ -127,6 +131,12 @@ def launched(launch: Callable[[], object]) -> int:
             print(f"interrupted: {interruption}", file=sys.stderr, flush=True)
         _end([process for process in psutil.Process().children(recursive=True) if process not in before])
         return 128 + interruption.number
+    except Exception as error:  # of the launcher itself: what a job meets is its outcome
+        if os.environ.get(FULL_ERROR) == "1":
+            raise
+        print(f"{type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        _end([process for process in psutil.Process().children(recursive=True) if process not in before])
+        return 1
     except SystemExit as leaving:
         return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     return 0
@@ -335,6 +345,19 @@ def _labels(cells: Sequence[Sequence[str]]) -> list[str]:
 
 
 # --- processes ---
+
+
+@contextmanager
+def _hydra_passes_errors_on() -> Iterator[None]:
+    """Within the block Hydra raises what a launcher raises, instead of printing a traceback and leaving."""
+    asked = os.environ.get(FULL_ERROR)
+    os.environ[FULL_ERROR] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[FULL_ERROR]
+        if asked is not None:
+            os.environ[FULL_ERROR] = asked
 
 
 def _end(processes: Sequence[psutil.Process]) -> None:

@@ -46,6 +46,7 @@ RECORD = {
 }
 
 LONG = "x" * 300
+DEEP = "/".join(["x" * 200] * 30)
 
 TRAIN: list[tuple[str, str]] = [
     # keys and groups
@@ -111,6 +112,7 @@ TRAIN: list[tuple[str, str]] = [
     ("capacity.fraction=null", "capacity.fraction"),
     ("capacity.order=middle", "capacity.order = middle: must be one of highest, lowest"),
     ("capacity.protect=all", "capacity.protect = all: must be one of"),
+    ("capacity.protect_count=both", "capacity.protect_count = both: must be one of inside, beside"),
     ("capacity.persist=maybe", "capacity.persist = maybe: must be one of"),
     ("capacity.warmup=1", "capacity.warmup = 1"),
     ("capacity.rounding=up", "capacity.rounding = up: must be one of floor, ceil, round"),
@@ -242,6 +244,8 @@ TRAIN: list[tuple[str, str]] = [
     ("hydra.run.dir=file.txt", "hydra.run.dir = file.txt: is a file"),
     ("hydra.run.dir=/proc/x", "hydra.run.dir = /proc/x: "),
     (f"paths.runs={LONG}", "a part of it has 300 bytes"),
+    (f"paths.runs={DEEP}", "bytes, which leaves no room for the names of files"),
+    (f"hydra.run.dir={DEEP}", "bytes, which leaves no room for the names of files"),
     ("hydra/launcher=submitit_slurm seed=0,1 -m", "hydra/launcher = submitit_slurm: needs SLURM's program srun"),
     ("arm=${oc.env:NOWHERE} -m", "arm = ${oc.env:NOWHERE}: cannot be resolved"),
     ("name=${oc.env:PWD}", "name = /"),
@@ -317,6 +321,8 @@ REPORT = [
     ("runs --out file.txt/x", "--out = file.txt/x: "),
     ("runs --out /proc/x", "--out = /proc/x: "),
     ("runs --out runs/good-1/run.json/x", "run.json is a file"),
+    (f"runs --out {LONG}", "a part of it has 300 bytes"),
+    (f"runs --out {DEEP}", "bytes, which leaves no room for the names of files"),
     ("runs --claims nope.yaml", "--claims = nope.yaml: no such file"),
     ("runs --claims list.yaml", "list.yaml"),
     ("runs --claims small.yaml", "small.yaml"),

@@ -178,6 +178,30 @@ def test_data_that_changed_between_interruption_and_resumption_is_refused(
     assert run(*words)["status"] == "finished"
 
 
+def test_an_image_that_is_deleted_once_it_was_checked_fails_the_run_by_name(
+    run: Run, photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = (*IMAGES, f"data.path={photos}", "data.memory=false", "train.epochs=1")
+    build = Classification.build_data
+    photo = photos / "cat/3.bmp"
+    kept = photo.read_bytes()
+
+    def vanishing(config: Any) -> Any:
+        data = build(config)
+        photo.unlink()
+        return data
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Classification, "build_data", vanishing)
+        result = run(*words)
+    assert (result["status"], result["error"]) == (
+        "failed",
+        f"{photo}: cannot be read (No such file or directory)",
+    )
+    photo.write_bytes(kept)
+    assert run(*words)["status"] == "finished"
+
+
 def test_overwritten_weights_are_refused(run: Run, tmp_path: Path) -> None:
     dense = run("router=dense", "train.epochs=1")
     weights = tmp_path / "weights.safetensors"

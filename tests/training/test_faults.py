@@ -13,18 +13,21 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import datetime, tzinfo
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hydra._internal.utils import run_and_report
 from tests.training.conftest import SMALL
 from tests.training.test_resume import send, stop_at, traces
 
 from routing_lab.config import Loaded
 from routing_lab.interrupts import Interrupted
+from routing_lab.runs import folder as folder_module
 from routing_lab.runs.folder import RunFolder
-from routing_lab.runs.records import read_history
+from routing_lab.runs.records import read_history, read_record
 from routing_lab.sweeps import launched
 from routing_lab.tasks.classification import Classification
 from routing_lab.training import environment
@@ -93,6 +96,49 @@ def test_a_folder_that_is_removed_while_it_trains_fails_the_run(run: Run, monkey
     assert not runs[0].exists()
 
 
+# --- memory and time ---
+
+
+@pytest.mark.parametrize(
+    ("asks", "said"),
+    [
+        (lambda: torch.empty(2**52, dtype=torch.uint8), "can't allocate memory"),
+        (lambda: bytearray(2**62), "MemoryError"),
+    ],
+    ids=["torch", "python"],
+)
+def test_more_memory_than_there_is_fails_the_run_which_is_taken_up_again(
+    run: Run, monkeypatch: pytest.MonkeyPatch, asks: Callable[[], object], said: str
+) -> None:
+    with monkeypatch.context() as patch:
+        stop_at(patch, "training_step", 11, asks)
+        result = run()
+    folder = RunFolder(result["folder"])
+    assert (result["status"], said in result["error"]) == ("failed", True)
+    assert (folder.read_record() or {})["num_epochs_done"] == 1
+    assert leftovers(folder) == []
+    assert run()["status"] == "finished"
+
+
+def test_a_clock_that_is_put_back_changes_nothing_but_the_dates(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Earlier(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> Any:
+            return datetime(1999, 12, 31, tzinfo=tz)
+
+    undisturbed = run(runs=tmp_path / "undisturbed")
+    with monkeypatch.context() as patch:
+        stop_at(patch, "training_step", 11, send(signal.SIGTERM))
+        assert run()["status"] == "interrupted"
+    monkeypatch.setattr(folder_module, "datetime", Earlier)
+    result = run()
+    assert (result["status"], read_record(result["folder"])["heartbeat"]["time"][:4]) == ("finished", "1999")
+    assert traces(result) == traces(undisturbed)
+    assert run()["trained"] is False
+
+
 # --- processes ---
 
 
@@ -148,6 +194,18 @@ def test_processes_in_sessions_of_their_own_end_with_an_interrupted_launch() -> 
     assert launched(launch) == 128 + signal.SIGTERM
     assert jobs[0].poll() is not None or jobs[0].wait(1) is not None
     assert time.monotonic() - begin < 60
+
+
+def test_a_launcher_that_gives_up_says_why_in_a_line_and_leaves_no_process(capsys: pytest.CaptureFixture[str]) -> None:
+    jobs: list[subprocess.Popen[bytes]] = []
+
+    def launch() -> None:
+        jobs.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True))
+        run_and_report(lambda: [][0])
+
+    assert launched(launch) == 1
+    assert capsys.readouterr().err == "IndexError: list index out of range\n"
+    assert jobs[0].poll() is not None
 
 
 LONG = {word.partition("=")[0]: word for word in (*SMALL, "train.epochs=10000", "runtime.progress=plain")}
