@@ -78,8 +78,8 @@ def _program(served: nn.Module, inputs: Tensor) -> Any:
         # torch raises its own, internal exceptions; all of them name the operation in their first line.
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            "the model cannot be exported: how many tokens a layer keeps must not depend on their scores (a fixed "
-            f"capacity such as capacity=topk does not), nor the batch on Python; torch says: {reason}"
+            "the model cannot be exported: Python must not ask for the value of a tensor, such as how many tokens a "
+            f"layer keeps, nor for the batch; torch says: {reason}"
         ) from error
 
 

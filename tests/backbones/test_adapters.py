@@ -40,6 +40,16 @@ STATIC = {
     "subspace-mlp": ["router=subspace", "placement.sublayer=mlp", "router.corrupt=noise"],
 }
 
+RAGGED = {
+    "percentile": ["router=amod", "capacity=percentile", "capacity.persist=hierarchical", "visibility=all"],
+    "threshold": [
+        *("router=linear", "capacity=threshold", "capacity.threshold=0"),
+        *("scaling=multiply", "placement.sublayer=attention", "bypass=project"),
+    ],
+    "sampling": ["method=ats", "placement.first=1", "capacity.at_least=1"],
+    "halting": ["method=avit", "router.gamma=1", "router.beta=0.5"],
+}
+
 
 @pytest.mark.parametrize("name", ["vit", "decoder"])
 def test_projecting_is_attending_to_oneself(name: str) -> None:
@@ -138,6 +148,19 @@ def test_compiles_without_graph_breaks(arm: str) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     assert all(torch.equal(compiled_trace[layer].kept, trace[layer].kept) for layer in range(DEPTH))
     assert set(compiled.state_dict()) != set(model.state_dict())
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("arm", RAGGED)
+def test_compiles_without_graph_breaks_where_scores_decide_how_many_are_kept(arm: str) -> None:
+    model = routed(RAGGED[arm])
+    with torch.no_grad():
+        expected, trace = model(images(batch=4), return_trace=True)
+        compiled = torch.compile(model, fullgraph=True, backend="eager")
+        found, compiled_trace = compiled(images(batch=4), return_trace=True)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    for layer, other in zip(trace.layers, compiled_trace.layers, strict=True):
+        assert torch.equal(other.counts, layer.counts)
     torch.compiler.reset()
 
 

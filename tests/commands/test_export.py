@@ -8,12 +8,18 @@ import onnxruntime
 import pytest
 import torch
 from tests.routing.tiny import images, route, vit
+from torch import Tensor
 
 from routing_lab import export as command
 from routing_lab.exporting import export
+from routing_lab.routing.base import RunState
+from routing_lab.routing.capacity import Threshold
+from routing_lab.routing.tokens import Selection
 
 
-@pytest.mark.parametrize("arm", [["router=amod"], ["router=linear", "scaling=multiply"]])
+@pytest.mark.parametrize(
+    "arm", [["router=amod"], ["router=linear", "scaling=multiply", "capacity=threshold", "capacity.threshold=0"]]
+)
 def test_a_program_runs_on_any_batch(arm: list[str], tmp_path: Path) -> None:
     model = route(vit(), arm).eval()
     assert export(model, tmp_path / "model.pt2") < 1e-5
@@ -36,9 +42,13 @@ def test_onnx_agrees_with_the_model(tmp_path: Path) -> None:
         torch.testing.assert_close(torch.from_numpy(found), model(x), rtol=0, atol=1e-4)
 
 
-def test_a_count_that_depends_on_scores_is_refused(tmp_path: Path) -> None:
-    model = route(vit(), ["router=linear", "capacity=threshold", "capacity.threshold=0.5"]).eval()
-    with pytest.raises(ValueError, match="cannot be exported: how many tokens a layer keeps must not depend"):
+def test_a_rule_that_asks_python_how_many_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def select(self: Threshold, scores: Tensor, state: RunState) -> Selection:
+        return Selection.first(len(scores), int((scores > 0).sum()), scores.shape[1], scores.device)
+
+    monkeypatch.setattr(Threshold, "select", select)
+    model = route(vit(), ["router=linear", "capacity=threshold"]).eval()
+    with pytest.raises(ValueError, match="cannot be exported: Python must not ask for the value of a tensor"):
         export(model, tmp_path / "model.pt2")
     with pytest.raises(ValueError, match=r"expected a name that ends in \.onnx or \.pt2"):
         export(model, tmp_path / "model.bin")

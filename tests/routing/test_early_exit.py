@@ -8,7 +8,8 @@ import torch
 from tests.routing.tiny import DEPTH, PATCHES, images, routed, run_state, spec
 
 from routing_lab.config import ConfigError, load
-from routing_lab.routing.capacity import Argmax, InverseTransform, Threshold
+from routing_lab.routing.base import Capacity
+from routing_lab.routing.capacity import Argmax, Gumbel, InverseTransform, Percentile, Threshold, TopK
 from routing_lab.routing.losses import halting_means, halting_prior_loss, ponder_loss
 from routing_lab.routing.maps import Maps
 from routing_lab.routing.measures import ran
@@ -175,12 +176,30 @@ def test_sampling_ignores_padding() -> None:
     assert not both.mask()[1, 12:].any()
 
 
-@pytest.mark.parametrize("capacity", [Threshold(spec(), threshold=0.4), Argmax(spec(), boundary=0.5)])
-def test_pointwise_rules_treat_ragged_samples_at_once(capacity: Threshold | Argmax) -> None:
-    scores = torch.rand(4, TOKENS, generator=torch.Generator().manual_seed(6))
-    valid = torch.arange(TOKENS) < torch.tensor([[TOKENS], [9], [4], [1]])
-    found = capacity(scores, run_state(4), valid)
-    by_sample = super(type(capacity), capacity).select_ragged(scores, valid, run_state(4))
+@pytest.mark.parametrize(
+    "capacity",
+    [
+        Threshold(spec(), threshold=0.4),
+        Argmax(spec(), boundary=0.5),
+        TopK(spec(), fraction=0.4),
+        TopK(spec(prefix=("class", "registers")), fraction=0.3, rounding="ceil", count="initial", count_prefix=False),
+        Percentile(spec(), fraction=0.4, interpolation="linear"),
+        Percentile(spec(prefix=("class", "registers")), fraction=0.4, compare="gt", interpolation="higher"),
+        Percentile(spec(prefix=("class", "registers")), fraction=0.4, protect_count="beside"),
+        Gumbel(spec(), fraction=0.6, scale="probability"),
+    ],
+    ids=lambda capacity: type(capacity).__name__,
+)
+def test_rules_treat_ragged_samples_at_once(capacity: Capacity) -> None:
+    """As each by itself: with ties, with scores that no padding may win against, and with samples that have nothing."""
+    scores = torch.rand(6, TOKENS, generator=torch.Generator().manual_seed(6)).mul(20).round() / 20
+    scores[1, 3:6] = -torch.inf
+    valid = torch.arange(TOKENS) < torch.tensor([[TOKENS], [9], [4], [1], [2], [0]])
+    valid[0, 5] = False
+    scores[~valid] = 5.0
+    state = run_state(6, training=False, initial_tokens=TOKENS)
+    found = capacity(scores, state, valid)
+    by_sample = Capacity.select_ragged(capacity, scores, valid, state)
     assert torch.equal(found.mask(), by_sample.mask())
 
 

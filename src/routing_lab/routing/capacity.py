@@ -5,7 +5,9 @@ Shape legend: B batch, N tokens, K kept tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -125,11 +127,16 @@ class TopK(FractionCapacity):
             return super().forward(scores, state, valid)
         scores = scores if self.order == "highest" else -scores
         kept = scores.detach() > self.boundary
-        return _keep(kept if valid is None else kept & valid, self.num_protected)
+        return _keep(kept, self.num_protected, valid)
 
     def select(self, scores: Tensor, state: RunState) -> Selection:
-        tokens = scores.shape[1]
-        kept = topk_count(
+        return _best(scores, self._count(scores.shape[1], state), self.num_protected, self.scope)
+
+    def select_ragged(self, scores: Tensor, valid: Tensor, state: RunState) -> Selection:
+        return _best_present(scores, valid, partial(self._count, state=state), self.num_protected)
+
+    def _count(self, tokens: int, state: RunState) -> int:
+        return topk_count(
             self.current_fraction(state.progress),
             self.rounding,
             tokens,
@@ -137,7 +144,6 @@ class TopK(FractionCapacity):
             num_uncounted=self.num_uncounted,
             num_protected=self.num_protected,
         )
-        return _best(scores, kept, self.num_protected, self.scope)
 
 
 class Percentile(FractionCapacity):
@@ -176,8 +182,23 @@ class Percentile(FractionCapacity):
         if counted.numel() == 0:
             return _keep(torch.ones_like(scores, dtype=torch.bool), 0)
         pool = counted if self.scope == "sample" else counted.flatten().unsqueeze(0)
-        threshold = quantile(pool, beta, self.interpolation)
-        return _keep(scores > threshold if self.compare == "gt" else scores >= threshold, self.num_protected)
+        return _keep(self._passes(scores, quantile(pool, beta, self.interpolation)), self.num_protected)
+
+    def select_ragged(self, scores: Tensor, valid: Tensor, state: RunState) -> Selection:
+        beta = 1 - self.current_fraction(state.progress)
+        counted, free = scores[:, self.num_uncounted :], valid[:, self.num_uncounted :]
+        if counted.numel() == 0:
+            return Selection.from_mask(valid)
+        bounds = [(0, 0, 0.0), *(quantile_bounds(beta, n, self.interpolation) for n in range(1, free.shape[1] + 1))]
+        number = free.sum(dim=1, keepdim=True)
+        low, high, weight = torch.tensor(bounds, dtype=torch.float64, device=scores.device)[number].unbind(dim=-1)
+        ordered = counted.masked_fill(~free, float("inf")).sort(dim=1).values
+        below, above = ordered.gather(1, low.long()), ordered.gather(1, high.long())
+        threshold = torch.where(low == high, below, torch.lerp(below, above, weight.to(scores.dtype)))
+        return _keep(self._passes(scores, threshold), self.num_protected, valid)
+
+    def _passes(self, scores: Tensor, threshold: Tensor) -> Tensor:
+        return scores > threshold if self.compare == "gt" else scores >= threshold
 
 
 class Threshold(Capacity):
@@ -199,7 +220,7 @@ class Threshold(Capacity):
         return _keep(scores >= self.threshold, self.num_protected)
 
     def select_ragged(self, scores: Tensor, valid: Tensor, state: RunState) -> Selection:
-        return _keep((scores >= self.threshold) & valid, self.num_protected)
+        return _keep(scores >= self.threshold, self.num_protected, valid)
 
 
 class Controlled(Capacity):
@@ -241,7 +262,7 @@ class Controlled(Capacity):
                 torch.distributed.all_reduce(share)
             # Out of place: a recomputed layer finds the threshold that its first forward had where autograd kept it.
             self.threshold = self.threshold + self.rate * (share[0] / share[1].clamp_min(1) - self.target)
-        return _keep(kept, self.num_protected)
+        return _keep(kept, self.num_protected, valid)
 
 
 class Argmax(Capacity):
@@ -265,8 +286,7 @@ class Argmax(Capacity):
         return _keep(self._forced(scores > self.boundary, state), self.num_protected)
 
     def select_ragged(self, scores: Tensor, valid: Tensor, state: RunState) -> Selection:
-        mask = self._forced((scores > self.boundary) & valid, state)
-        return Selection.from_mask(_keep(mask, self.num_protected).mask() & valid)
+        return _keep(self._forced((scores > self.boundary) & valid, state), self.num_protected, valid)
 
     def _forced(self, mask: Tensor, state: RunState) -> Tensor:
         if not self.force or not state.training or mask[:, self.num_protected :].any():
@@ -286,7 +306,7 @@ class Never(Capacity):
         return Selection.first(scores.shape[0], self.num_protected, scores.shape[1], scores.device)
 
     def select_ragged(self, scores: Tensor, valid: Tensor, state: RunState) -> Selection:
-        return Selection.from_mask(_keep(torch.zeros_like(valid), self.num_protected).mask() & valid)
+        return _keep(torch.zeros_like(valid), self.num_protected, valid)
 
 
 class Gumbel(FractionCapacity):
@@ -335,7 +355,7 @@ class Gumbel(FractionCapacity):
             if self.boundary is None:
                 return super().forward(scores, state, valid)
             kept = (scores if self.order == "highest" else -scores).detach() >= self.boundary
-            return _keep(kept if valid is None else kept & valid, self.num_protected)
+            return _keep(kept, self.num_protected, valid)
         odds = log_odds(scores, self.scale)
         if self.order == "lowest":
             odds = -odds
@@ -349,15 +369,20 @@ class Gumbel(FractionCapacity):
         return selection
 
     def select(self, scores: Tensor, state: RunState) -> Selection:
-        kept = topk_count(
+        return _best(scores, self._count(scores.shape[1], state), self.num_protected, self.scope)
+
+    def select_ragged(self, scores: Tensor, valid: Tensor, state: RunState) -> Selection:
+        return _best_present(scores, valid, partial(self._count, state=state), self.num_protected)
+
+    def _count(self, tokens: int, state: RunState) -> int:
+        return topk_count(
             self.current_fraction(state.progress),
             self.rounding,
-            scores.shape[1],
+            tokens,
             base=state.initial_tokens,
             num_uncounted=len(self.spec.prefix),
             num_protected=self.num_protected,
         )
-        return _best(scores, kept, self.num_protected, self.scope)
 
 
 class InverseTransform(FractionCapacity):
@@ -405,21 +430,25 @@ class InverseTransform(FractionCapacity):
         base = present if self.count == "current" else torch.full_like(present, state.initial_tokens - first)
         wanted = (self.current_fraction(state.progress) * base).round().clamp_min(self.at_least)
         points = torch.minimum(wanted, present.to(wanted.dtype))
+        largest = scores.shape[1] if self.count == "current" else state.initial_tokens - first
+        most = max(self.at_least, math.ceil(self.current_fraction(state.progress) * largest))
+        most = min(most, scores.shape[1])
         # Padding comes last: it adds nothing, and is never the first of equals.
         key = scores if self.sort else torch.arange(scores.shape[1], device=scores.device).expand_as(scores)
         order = key.masked_fill(~free, float("inf") if self.sort else scores.shape[1]).argsort(dim=1, stable=True)
-        hits = self._hits(scores.clamp_min(0).masked_fill(~free, 0).gather(1, order), free.gather(1, order), points)
+        summed_up = scores.clamp_min(0).masked_fill(~free, 0).gather(1, order)
+        hits = self._hits(summed_up, free.gather(1, order), points, most)
         mask = torch.zeros_like(free).scatter(1, order, hits)
-        return _keep(torch.cat([valid[:, :first], mask], dim=1), 0)
+        return _keep(torch.cat([valid[:, :first], mask], dim=1), 0, most=first + most)
 
-    def _hits(self, scores: Tensor, free: Tensor, points: Tensor) -> Tensor:
-        """[B, M] bool: which of the summed-up tokens are hit. scores [B, M], free [B, M] bool, points [B, 1]: K."""
+    def _hits(self, scores: Tensor, free: Tensor, points: Tensor, most: int) -> Tensor:
+        """[B, M] bool: which of the summed-up tokens are hit. points [B, 1]: K, of which none is above `most`."""
         if scores.numel() == 0:
             return torch.zeros_like(free)
         summed = scores.double().cumsum(dim=1)
         low, high = summed[:, :1], summed[:, -1:]
         summed = (summed - low) / (high - low).clamp_min(torch.finfo(summed.dtype).tiny)
-        number = torch.arange(int(points.max()), device=scores.device).expand(len(scores), -1)
+        number = torch.arange(most, device=scores.device).expand(len(scores), -1)
         if self.points == "middles":
             at = (2 * number + 1) / (2 * points)
         else:
@@ -462,7 +491,7 @@ class Entropy(Capacity):
         kept = (self.share * spread).round().clamp_min(self.at_least)
         order = scores.masked_fill(~free, float("-inf")).argsort(dim=1, descending=True, stable=True)
         rank = torch.zeros_like(order).scatter(1, order, place)
-        return _keep((rank < kept) & free, self.num_protected)
+        return _keep((rank < kept) & free, self.num_protected, valid)
 
 
 def quantile(scores: Tensor, beta: float, interpolation: Interpolation = "linear") -> Tensor:
@@ -496,13 +525,24 @@ def _best(scores: Tensor, kept: int, num_protected: int, scope: str) -> Selectio
     return Selection(order.sort(dim=1).values, None, tokens)
 
 
+def _best_present(scores: Tensor, valid: Tensor, count: Callable[[int], int], num_protected: int) -> Selection:
+    """`_best` of the tokens that each sample has, of n tokens the `count(n)` best."""
+    tokens = scores.shape[1]
+    wanted = torch.tensor([count(n) for n in range(tokens + 1)], device=scores.device)[valid.sum(dim=1, keepdim=True)]
+    order = torch.sort(_protect(scores, num_protected), dim=1, descending=True, stable=True).indices
+    present_first = torch.sort((~valid.gather(1, order)).to(torch.uint8), dim=1, stable=True).indices
+    ranked = torch.arange(tokens, device=scores.device) < wanted
+    return Selection.from_mask(torch.zeros_like(valid).scatter(1, order.gather(1, present_first), ranked))
+
+
 def _protect(scores: Tensor, num_protected: int) -> Tensor:
     if num_protected == 0:
         return scores
     return nn.functional.pad(scores[:, num_protected:], (num_protected, 0), value=float("inf"))
 
 
-def _keep(mask: Tensor, num_protected: int) -> Selection:
+def _keep(mask: Tensor, num_protected: int, valid: Tensor | None = None, most: int | None = None) -> Selection:
+    """The True positions of a mask and the protected tokens, padding apart; most: see `Selection.from_mask`."""
     if num_protected:
         mask = torch.cat([torch.ones_like(mask[:, :num_protected]), mask[:, num_protected:]], dim=1)
-    return Selection.from_mask(mask)
+    return Selection.from_mask(mask if valid is None else mask & valid, most)

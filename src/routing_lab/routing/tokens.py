@@ -209,11 +209,7 @@ class Tokens:
         valid = selection.valid
         position = torch.full(self.x.shape[:2], -1, device=self.x.device)
         kept = torch.arange(selection.index.shape[1], device=self.x.device).expand_as(selection.index)
-        if valid is not None:
-            # Padding repeats some index: it must not overwrite the position of the token that is really kept.
-            position = selection.scatter(position.unsqueeze(-1), kept.unsqueeze(-1)).squeeze(-1)
-        else:
-            position = position.scatter(1, selection.index, kept)
+        position = position.scatter(1, selection.index, _padded(kept, valid, -1))
         return Tokens(
             x=selection.gather(self.x),
             num_prefix=self.num_prefix,
@@ -311,7 +307,8 @@ class Selection:
     """Which tokens a layer keeps, as indices into the tokens that entered it.
 
     Args:
-        index: [B, K] int64, ascending in every row. Where a row keeps fewer than K tokens, its rest is padding.
+        index: [B, K] int64, ascending in every row. Where a row keeps fewer than K tokens, its rest is padding: other
+            tokens of the sample, none of them twice.
         valid: [B, K] bool, False at padding; None when every sample keeps K tokens.
         num_tokens: N.
         relaxed: [B, N] the decision as 0 or 1, with the gradient of a relaxed one; None: there is no relaxed decision.
@@ -322,17 +319,27 @@ class Selection:
     num_tokens: int
     relaxed: Tensor | None = None
 
+    def __post_init__(self) -> None:
+        self._found: Tensor | None = None
+
     @classmethod
-    def from_mask(cls, mask: Tensor) -> Selection:
-        """The selection that keeps the True positions of `mask` [B, N]; counts may differ between samples."""
-        batch, tokens = mask.shape
+    def from_mask(cls, mask: Tensor, most: int | None = None) -> Selection:
+        """The selection that keeps the True positions of `mask` [B, N]; counts may differ between samples.
+
+        A traced graph is not to depend on counts: there K is what no sample exceeds.
+
+        Args:
+            most: no sample keeps more; None: as far as is known all N may be kept.
+        """
+        tokens = mask.shape[1]
         counts = mask.sum(dim=1)
-        largest = int(counts.max()) if batch else tokens  # of no sample at all no token is missing
+        smallest, largest = 0, tokens if most is None else min(most, tokens)
+        if not torch.compiler.is_compiling() and len(mask):
+            smallest, largest = torch.stack(counts.aminmax()).tolist()
         index = torch.sort((~mask).to(torch.uint8), dim=1, stable=True).indices[:, :largest]
-        if bool((counts == largest).all()):
+        if smallest == largest:
             return cls(index, None, tokens)
-        valid = torch.arange(largest, device=mask.device) < counts.unsqueeze(1)
-        return cls(index, valid, tokens)
+        return cls(index, torch.arange(largest, device=mask.device) < counts.unsqueeze(1), tokens)
 
     @classmethod
     def first(cls, batch: int, kept: int, tokens: int, device: torch.device) -> Selection:
@@ -373,8 +380,7 @@ class Selection:
         mask = torch.zeros(batch, self.num_tokens, dtype=torch.bool, device=self.index.device)
         if self.valid is None:
             return mask.scatter(1, self.index, True)
-        # Padding may repeat the index of a kept token: sum instead of overwriting.
-        return mask.to(torch.int32).scatter_add(1, self.index, self.valid.to(torch.int32)) > 0
+        return mask.scatter(1, self.index, self.valid)
 
     def padded_index(self) -> Tensor:
         """[B, K] int64 as `index`, with -1 at padding."""
@@ -388,26 +394,34 @@ class Selection:
         return Selection(order[:, : self.num_tokens - self.index.shape[1]], None, self.num_tokens)
 
     def gather(self, x: Tensor) -> Tensor:
-        """[B, K, ...] the kept rows of x [B, N, ...]; padding repeats some token of the sample."""
+        """[B, K, ...] the kept rows of x [B, N, ...]; at padding those of some other token of the sample."""
         if self.keeps_all:
             return x
-        batch, kept = self.index.shape
-        return x.flatten(0, 1).index_select(0, self._rows().flatten()).unflatten(0, (batch, kept))
+        if x.dim() == 2:
+            return x.gather(1, self.index)
+        return x.flatten(0, 1).index_select(0, self._rows()).unflatten(0, self.index.shape)
 
     def scatter(self, x: Tensor, update: Tensor) -> Tensor:
         """x [B, N, ...] with the kept rows replaced by update [B, K, ...]; every other row is x's own, bit by bit."""
         if self.keeps_all:
             return update
-        rows, values = self._rows().flatten(), update.flatten(0, 1)
-        if self.valid is not None:
-            chosen = self.valid.flatten()
-            rows, values = rows[chosen], values[chosen]
         # Under autocast a branch may come back in lower precision than the residual stream.
-        return x.flatten(0, 1).index_copy(0, rows, values.to(x.dtype)).unflatten(0, x.shape[:2])
+        rows, values = x.flatten(0, 1), update.flatten(0, 1).to(x.dtype)
+        if self.valid is not None:
+            chosen = self.valid.view(-1, *[1] * (rows.dim() - 1))
+            values = torch.where(chosen, values, rows.index_select(0, self._rows()))
+        return rows.index_copy(0, self._rows(), values).unflatten(0, x.shape[:2])
 
     def _rows(self) -> Tensor:
-        start = torch.arange(self.index.shape[0], device=self.index.device).unsqueeze(1) * self.num_tokens
-        return self.index + start
+        """[B K] int64: the kept rows of tokens [B N, ...], found once for all that is gathered and scattered."""
+        if self._found is None:
+            batch = self.index.shape[0]
+            if batch == 1:
+                self._found = self.index.flatten()
+            else:
+                start = torch.arange(batch, device=self.index.device).unsqueeze(1) * self.num_tokens
+                self._found = (self.index + start).flatten()
+        return self._found
 
 
 def _at_least_float(x: Tensor) -> torch.dtype:
