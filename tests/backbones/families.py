@@ -69,6 +69,7 @@ def from_transformers(kind: str, config: str, **options: Any) -> nn.Module:
 HF: dict[str, Callable[[], Any]] = {
     "hf-vit": partial(from_transformers, "ViTForImageClassification", "ViTConfig"),
     "hf-vit-model": partial(from_transformers, "ViTModel", "ViTConfig", pooler_output_size=32),
+    "hf-msn": partial(from_transformers, "ViTMSNForImageClassification", "ViTMSNConfig"),
     "hf-deit": partial(from_transformers, "DeiTForImageClassification", "DeiTConfig"),
     "hf-deit-teacher": partial(from_transformers, "DeiTForImageClassificationWithTeacher", "DeiTConfig"),
     "hf-dinov2": partial(from_transformers, "Dinov2ForImageClassification", "Dinov2Config", use_swiglu_ffn=True),

@@ -13,6 +13,8 @@ FAMILIES = {
     ("timm", "Beit"): "beit.BeitBackbone",
     ("transformers", "ViTModel"): "hf_vision.ViTBackbone",
     ("transformers", "ViTForImageClassification"): "hf_vision.ViTBackbone",
+    ("transformers", "ViTMSNModel"): "hf_msn.ViTMSNBackbone",
+    ("transformers", "ViTMSNForImageClassification"): "hf_msn.ViTMSNBackbone",
     ("transformers", "DeiTModel"): "hf_vision.DeiTBackbone",
     ("transformers", "DeiTForImageClassification"): "hf_vision.DeiTBackbone",
     ("transformers", "DeiTForImageClassificationWithTeacher"): "hf_vision.DeiTBackbone",

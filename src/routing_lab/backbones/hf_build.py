@@ -18,6 +18,7 @@ from routing_lab.backbones import adapt
 
 MODEL_TYPES = {
     "vit": "ViTForImageClassification",
+    "vit_msn": "ViTMSNForImageClassification",
     "deit": "DeiTForImageClassification",
     "dinov2": "Dinov2ForImageClassification",
     "dinov2_with_registers": "Dinov2WithRegistersForImageClassification",
