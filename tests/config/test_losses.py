@@ -70,6 +70,9 @@ def test_a_loss_from_outside_is_a_function_of_a_trace(tmp_path: Path, monkeypatc
         (["losses=ratio", "losses.ratio.target=[0.5,0.4]", *LINEAR], "has 2 entries for 3 routed layers"),
         (["losses=z"], "losses = z: reads a learned router's logits, and router=amod has none"),
         (["losses=load", *LINEAR], "losses = load: reads attend probabilities"),
+        (["losses=reinforce", *LINEAR], "losses.reinforce = topk: needs decisions that are drawn"),
+        (["losses=reinforce", *LINEAR, "capacity=gumbel", "capacity.order=lowest"], "capacity.order = lowest"),
+        (["losses=reinforce", *LINEAR, "capacity=gumbel", "capacity.persist=hierarchical"], "use per_layer"),
         (
             ["losses=ratio", "router=mlp", "capacity=argmax"],
             "losses.ratio.target = null: capacity=argmax aims at no fraction",

@@ -47,7 +47,8 @@ def needs(group: str, member: str) -> list[str]:
         found.append("task=language")
     if group == "losses":
         reads = LOSSES[member].facts.reads
-        found += {"halting": ["method=avit"], "probability": ["router=mlp"], "logits": ["router=linear"]}.get(reads, [])
+        reading = {"halting": ["method=avit"], "probability": ["router=mlp"], "logits": ["router=linear"]}
+        found += (reading | {"drawn": ["router=linear", "capacity=gumbel"]}).get(reads, [])
     if group == "method":
         found.append("backbone.depth=12")
         found += ["isoflop.tolerance=0.1"] if member == "isoflop_depth" else []  # whole layers are coarse

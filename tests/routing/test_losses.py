@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -20,6 +21,7 @@ from routing_lab.routing.losses import (
     l1_target_loss,
     load_loss,
     ratio_loss,
+    reinforce_loss,
     z_loss,
 )
 from routing_lab.routing.trace import LayerTrace, Trace
@@ -161,11 +163,46 @@ def test_padding_does_not_count() -> None:
     )
 
 
+def drawn(odds: Tensor, decisions: Tensor) -> Trace:
+    """One routed layer of a class token and patches, of which these [B, P] 0 or 1 were kept with log odds [B, P]."""
+    mask = F.pad(decisions, (1, 0), value=1).bool()
+    kept = torch.stack([F.pad(row.nonzero()[:, 0], (0, int((~row).sum())), value=-1) for row in mask])
+    origin = torch.arange(-1, odds.shape[1]).expand(len(odds), -1)
+    logits = F.pad(odds, (1, 0)).unsqueeze(-1)
+    return Trace([LayerTrace(logits[..., 0], kept, mask.sum(1), mask.shape[1], origin, logits=logits)])
+
+
+def test_reinforce_has_the_gradient_of_the_expected_loss() -> None:
+    """Summed over all draws of two images with two patches, whose losses are any function of what was kept."""
+    odds = torch.tensor([[0.3, -1.2], [0.8, 0.1]], dtype=torch.float64, requires_grad=True)
+    losses = torch.tensor([[0.5, 2.0, 1.1, 0.2], [3.0, 0.1, 0.7, 1.9]], dtype=torch.float64)
+    draws = torch.tensor(list(itertools.product((0, 1), repeat=2)))
+    signs = 2 * draws - 1
+    probability = (odds.unsqueeze(1) * signs).sigmoid().prod(dim=2)  # [image, draw]
+    expected = torch.autograd.grad((probability * losses).sum() / 2, odds, retain_graph=True)[0]
+    total = torch.zeros_like(odds)
+    for first, second in itertools.product(range(4), repeat=2):
+        alone = torch.stack([losses[0, first], losses[1, second]])
+        loss = reinforce_loss(drawn(odds, draws[[first, second]]), example_losses=alone)
+        total += (probability[0, first] * probability[1, second]).detach() * torch.autograd.grad(loss, odds)[0]
+    torch.testing.assert_close(total, expected)
+
+
+def test_reinforce_needs_others_to_compare_with_and_sends_nothing_into_the_losses() -> None:
+    odds, losses = torch.zeros(1, 2, requires_grad=True), torch.ones(1, requires_grad=True)
+    loss = reinforce_loss(drawn(odds, torch.tensor([[1, 0]])), example_losses=losses)
+    loss.backward()
+    assert loss == 0
+    assert losses.grad is None
+    assert odds.grad.abs().max() == 0
+
+
 def test_losses_are_finite_on_a_decoder() -> None:
     model = routed(["router=mlp", "scaling=multiply"], module=llama())
     _, trace = model(token_ids(), return_trace=True)
     for name in set(LOSSES) - {"ponder", "halting_prior"}:
-        assert torch.isfinite(LOSSES[name](trace)), name
+        given = {"example_losses": torch.rand(len(trace[0].counts))} if name == "reinforce" else {}
+        assert torch.isfinite(LOSSES[name](trace, **given)), name
 
 
 def test_an_unlearned_router_has_no_logits_and_a_dense_model_no_loss() -> None:

@@ -14,7 +14,7 @@ from routing_lab.routing.losses import ratio_loss, z_loss
 from routing_lab.routing.tokens import Tokens
 from routing_lab.tasks.auxiliary import AuxiliaryLosses, weight_at
 from routing_lab.tasks.base import build_optimizer, build_scheduler, freeze
-from routing_lab.tasks.classification import distilled_loss
+from routing_lab.tasks.classification import Classification, distilled_loss
 from routing_lab.tasks.distillation import logit_divergence, token_loss
 
 SMALL = ["backbone.width=16", "backbone.depth=4", "backbone.heads=2"]
@@ -43,6 +43,20 @@ def test_losses_are_added_with_their_weights_and_told_without() -> None:
 def test_a_weight_of_zero_switches_a_loss_off() -> None:
     assert AuxiliaryLosses(losses("losses=[ratio,z]", "losses.ratio.weight=0")).names == ["z"]
     assert AuxiliaryLosses({}).names == []
+
+
+def test_reinforce_trains_a_router_that_no_gradient_reaches() -> None:
+    config = load([*SMALL, "method=linear_reinforce", "losses=reinforce"]).config
+    torch.manual_seed(0)
+    model = build_model(config, 10)
+    found = []
+    for chosen in (config.losses, {}):
+        task = Classification(model, config.train, 0, 10, None, chosen)
+        task.objective((torch.randn(8, 3, 8, 8), torch.arange(8), torch.arange(8)))[0].backward()
+        found.append([parameter.grad for name, parameter in model.named_parameters() if ".router." in name])
+        model.zero_grad()
+    assert all(gradient.abs().max() > 0 for gradient in found[0])
+    assert found[1] == [None] * len(found[0])
 
 
 @pytest.mark.parametrize(("schedule", "half"), [("constant", 1.0), ("linear", 0.5), ("sine", math.sin(math.pi / 4))])

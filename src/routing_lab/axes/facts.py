@@ -145,13 +145,16 @@ class VisibilityTraits:
 class LossTraits:
     """Facts about an auxiliary loss, what it reads from a trace.
 
-    reads: `decision`, which tokens are kept, with the router's gradient; `logits` of a learned router; `probability`,
-        scores that are probabilities; `scores` of any router; `halting`, the halting scores of an adaptive depth.
+    reads: `decision`, which tokens are kept, with the router's gradient; `drawn`, decisions that the capacity drew with
+        the probabilities of a learned router; `logits` of a learned router; `probability`, scores that are
+        probabilities; `scores` of any router; `halting`, the halting scores of an adaptive depth.
     needs_target: the fraction it pulls towards is the capacity's where the option `target` is null.
+    follows_task: it is given the task's loss of every example, `example_losses` [B].
     """
 
-    reads: Literal["decision", "logits", "probability", "scores", "halting"] = "scores"
+    reads: Literal["decision", "drawn", "logits", "probability", "scores", "halting"] = "scores"
     needs_target: bool = False
+    follows_task: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ class LossConfig(Targeted):
     """
 
     not_options: ClassVar[tuple[str, ...]] = (*Targeted.not_options, "weight", "schedule")
-    given: ClassVar[frozenset[str]] = frozenset({"trace"})
+    given: ClassVar[frozenset[str]] = frozenset({"trace", "example_losses"})
     facts: ClassVar[LossTraits] = LossTraits()
 
     weight: float = Field(ge=0)
@@ -97,6 +97,15 @@ class BCEAuxiliaryLossConfig(LossConfig):
     weight: float = Field(default=0.01, ge=0)
 
 
+class ReinforceLossConfig(LossConfig):
+    """`losses=reinforce`."""
+
+    facts: ClassVar[LossTraits] = LossTraits(reads="drawn", follows_task=True)
+
+    class_path: str = shipped("routing_lab.routing.losses.reinforce_loss")
+    weight: float = Field(default=1.0, ge=0)
+
+
 class PonderLossConfig(LossConfig):
     """`losses=ponder`."""
 
@@ -138,6 +147,7 @@ LOSSES: Mapping[str, type[LossConfig]] = MappingProxyType(
         "load": LoadLossConfig,
         "z": ZLossConfig,
         "bce_auxiliary": BCEAuxiliaryLossConfig,
+        "reinforce": ReinforceLossConfig,
         "ponder": PonderLossConfig,
         "halting_prior": HaltingPriorLossConfig,
     }

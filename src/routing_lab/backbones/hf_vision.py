@@ -184,7 +184,7 @@ class HFBlock(PreNormBlock):
 class HFViTBlock(HFBlock):
     """View of a layer of ViT or DeiT."""
 
-    kinds = ((ViTLayer, DeiTLayer), (ViTAttention, DeiTAttention))
+    kinds: ClassVar[Kinds] = ((ViTLayer, DeiTLayer), (ViTAttention, DeiTAttention))
     names = ("layernorm_before", "layernorm_after", "attention", "o_proj")
 
     def residual(self, x: Tensor, branch: Branch) -> Tensor:

@@ -217,9 +217,20 @@ def losses_fit(
         elif reads == "probability" and not router.traits.probability:
             gives_none = f"router={router.name} does not give; use {_routers('probability')}"
             yield Problem.of("losses", name, f"reads attend probabilities, which {gives_none}")
+        elif reads == "drawn":
+            yield from _draws(f"losses.{name}", capacity)
         if loss.traits.needs_target and loss.options["target"] is None and not capacity.traits.has_fraction:
             message = f"capacity={capacity.name} aims at no fraction: give one, in (0, 1]"
             yield Problem.of(f"losses.{name}.target", None, message)
+
+
+def _draws(key: str, capacity: CapacityConfig) -> Iterator[Problem]:
+    """A capacity that draws every decision by itself, with the router's keep probability."""
+    if not capacity.traits.relaxes:
+        yield Problem.of(key, capacity.name, f"needs decisions that are drawn, and capacity={capacity.name} draws none")
+    for option, value, needed in (("order", capacity.order, "highest"), ("persist", capacity.persist, "per_layer")):
+        if value != needed:
+            yield Problem.of(f"capacity.{option}", value, f"{key} needs the router's own probabilities; use {needed}")
 
 
 # --- files and recipe ---

@@ -25,6 +25,7 @@ from routing_lab.data.schema import DataConfig
 
 
 def router_learns(
+    sections: Mapping[str, Any],
     router: RouterConfig,
     scaling: ScalingConfig,
     capacity: CapacityConfig,
@@ -39,6 +40,9 @@ def router_learns(
         return
     if capacity.traits.relaxes and bypass.hides_in_training:
         return  # by way of the keys that its decision takes out
+    losses: Mapping[str, LossConfig] = sections.get("losses", {})
+    if any(loss.weight and loss.traits.reads == "drawn" for loss in losses.values()):
+        return  # by what its draws lead to
     form = scaling.options.get("form")
     is_cut = form in scaling.traits.no_gradient_forms
     if is_cut or not scaling.traits.gives_router_gradient:

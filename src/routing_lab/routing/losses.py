@@ -159,6 +159,22 @@ def halting_prior_loss(
     return divergence.clamp_min(0)
 
 
+def reinforce_loss(trace: Trace, *, example_losses: Tensor) -> Tensor:
+    """mean_i (L_i - b_i) log pi_i, whose gradient is in expectation that of the task's loss over the draws.
+
+    The score-function estimator (REINFORCE, Williams 1992; of gates in Bengio et al. 2013, 1308.3432, Eq. 4). pi_i is
+    the probability of what was drawn for the patches of example i in all routed layers: p for a kept one, 1 - p for
+    another, p the router's keep probability. The baseline b_i is the mean loss of the batch's other examples, on which
+    the draws of i have no influence (Kool et al. 2019). Zero for a batch of one.
+
+    Args:
+        example_losses: L [B] of the task; no gradient flows into it.
+    """
+    loss = example_losses.detach()
+    advantage = (loss - loss.mean()) * len(loss) / max(1, len(loss) - 1)  # loss - mean of the others
+    return (advantage * sum(_log_probability(layer) for layer in _routed(trace))).mean()
+
+
 def halting_means(trace: Trace, skip_first_sample: bool = False) -> Tensor:
     """[L] mean halting score after each layer that has one, over all tokens that entered the model.
 
@@ -176,6 +192,7 @@ LOSSES: dict[str, Loss] = {
     "load": load_loss,
     "z": z_loss,
     "bce_auxiliary": bce_auxiliary_loss,
+    "reinforce": reinforce_loss,
     "ponder": ponder_loss,
     "halting_prior": halting_prior_loss,
 }
@@ -201,6 +218,13 @@ def kept_share(trace: Trace, layer: LayerTrace) -> Tensor:
     """[B] kept patches of a layer over the patches that entered the model."""
     first = (trace[0].origin >= 0).sum(dim=1)
     return (decision(layer) * (layer.origin >= 0)).sum(dim=1) / first
+
+
+def _log_probability(layer: LayerTrace) -> Tensor:
+    """[B] logarithm of the probability that a layer's decisions about patches are drawn as they were."""
+    odds = log_odds(layer)
+    drawn = F.logsigmoid(torch.where(layer.mask(), odds, -odds))
+    return (drawn * ((layer.origin >= 0) & _present(layer))).sum(dim=1)
 
 
 def _halting(trace: Trace) -> list[Tensor | None]:

@@ -25,6 +25,7 @@ class AuxiliaryLosses:
 
     Attributes:
         names: of the losses that count, in order.
+        follow_task: some of them are given the task's loss of every example.
     """
 
     def __init__(self, losses: Mapping[str, LossConfig]) -> None:
@@ -33,10 +34,23 @@ class AuxiliaryLosses:
             name: partial(locate(loss.class_path), **loss.options) for name, loss in self._losses.items()
         }
         self.names = list(self._losses)
+        self._following = {name for name, loss in self._losses.items() if loss.traits.follows_task}
+        self.follow_task = bool(self._following)
 
-    def __call__(self, trace: Trace, progress: float) -> tuple[Tensor, dict[str, Tensor]]:
-        """The weighted sum, and each loss without its weight; progress: how far training has come, in [0, 1]."""
-        values = {name: function(trace) for name, function in self._functions.items()}
+    def __call__(
+        self, trace: Trace, progress: float, example_losses: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The weighted sum, and each loss without its weight.
+
+        Args:
+            progress: how far training has come, in [0, 1].
+            example_losses: [B], the task's loss of every example; needed where `follow_task`.
+        """
+        following = {"example_losses": example_losses}
+        values = {
+            name: function(trace, **(following if name in self._following else {}))
+            for name, function in self._functions.items()
+        }
         weighted = [weight_at(self._losses[name], progress) * value for name, value in values.items()]
         return torch.stack(weighted).sum(), values
 

@@ -6,7 +6,7 @@ Shape legend: B batch, C classes.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -66,7 +66,10 @@ class Classification(Task):
                 terms["tokens"] = token_loss(more[-1], teacher_tokens, train.distill_tokens)
                 loss = loss + train.distill_tokens_weight * terms["tokens"]
         if self.auxiliary.names:
-            added, values = self.auxiliary(more[0], self.progress)
+            alone = None
+            if self.auxiliary.follow_task:
+                alone = classification_loss(logits, target, train.label_smoothing, reduction="none")
+            added, values = self.auxiliary(more[0], self.progress, alone)
             loss, terms = loss + added, terms | values
         return logits, loss, terms
 
@@ -99,14 +102,17 @@ class Classification(Task):
         return {name: values for name, values in arrays.items() if name != "logits" or values.size <= MAX_LOGITS}
 
 
-def classification_loss(logits: Tensor, target: Tensor, smoothing: float) -> Tensor:
-    """Mean cross-entropy of logits [B, C], in float32.
+def classification_loss(
+    logits: Tensor, target: Tensor, smoothing: float, reduction: Literal["mean", "none"] = "mean"
+) -> Tensor:
+    """Cross-entropy of logits [B, C], in float32.
 
     Args:
         target: classes [B] int64, or probabilities [B, C].
         smoothing: weight of the uniform distribution.
+        reduction: the `mean` over the batch, or [B] without one (`none`).
     """
-    return F.cross_entropy(logits.float(), target, label_smoothing=smoothing)
+    return F.cross_entropy(logits.float(), target, label_smoothing=smoothing, reduction=reduction)
 
 
 def distilled_loss(loss: Tensor, logits: Tensor, teacher_logits: Tensor, train: TrainConfig) -> Tensor:

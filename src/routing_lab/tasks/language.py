@@ -95,7 +95,8 @@ class Language(Task):
         totals = self.totals(_arrays(batch, plain.detach(), logits))
         if not trace:
             return loss, totals, {}
-        added, terms = self.auxiliary(trace[0], self.progress)
+        alone = losses.sum(dim=1) / counted.sum(dim=1).clamp_min(1)
+        added, terms = self.auxiliary(trace[0], self.progress, alone)
         return loss + added, totals, terms
 
     def examples(self, batch: TextBatch) -> tuple[dict[str, Tensor], Any]:
