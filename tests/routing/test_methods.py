@@ -14,6 +14,7 @@ from timm.models.deit import VisionTransformerDistilled
 
 from routing_lab.assembly import attach, backbone_facts
 from routing_lab.axes import AXES, OUTSIDE
+from routing_lab.axes import LOSSES as SPECS
 from routing_lab.backbones import adapt
 from routing_lab.config import Composer, ConfigError, conf_path
 from routing_lab.config.load import check_overrides
@@ -114,7 +115,8 @@ def test_runs_on_every_kind_of_vision_transformer(method: str, variant: str) -> 
     model = routed([f"method={method}"], variant).train()
     found, trace = model(images(), return_trace=True)
     found = found if isinstance(found, tuple) else (found,)
-    losses = [LOSSES[name](trace) for name in losses_of(method)]
+    task = {"example_losses": found[0].detach().square().mean(dim=1)}
+    losses = [LOSSES[name](trace, **(task if SPECS[name].facts.follows_task else {})) for name in losses_of(method)]
     sum(part.square().mean() for part in found).add(sum(losses)).backward()
     assert all(part.shape == (3, 5) and part.isfinite().all() for part in found)
     for name, parameter in model.named_parameters():
