@@ -13,7 +13,7 @@ from typing import Any
 
 from routing_lab.evidence import formatting, provenance, sequential, statistics
 from routing_lab.evidence.arms import Arm, group_arms, without_followers
-from routing_lab.evidence.effects import Effect, Levels, describe, estimate_effects
+from routing_lab.evidence.effects import Effect, Levels, describe, estimate_effects, with_bootstraps
 from routing_lab.evidence.power import power_lines
 from routing_lab.evidence.registration import Plan
 from routing_lab.evidence.rules import DECIDED
@@ -123,6 +123,7 @@ def evaluate(
             break
         chosen = _judged(study, arms, look, plan)
     effects, verdict, controls, look, used = chosen
+    effects = with_bootstraps(study, used, effects)
     comparisons = {name: _comparison(study, name, used, effects) for name in study.contrasts}
     labels = sorted({scale_label(record) for arm in arms.values() for record in arm.finished.values()})
     missing = tuple(_missing(study, arms, look.seeds, study.arms))
