@@ -96,7 +96,7 @@ def test_the_record_says_how_near_the_measured_cost_came() -> None:
     model = build_model(config, 10).eval()
     meter = CostMeter(model, config, config.backbone.shape(10))
     _, trace = model(torch.zeros(2, 3, 8, 8), return_trace=True)
-    meter.work.add(trace)
+    meter.add(trace, torch.arange(2))
     section = meter.section()
     assert section["match_target"] == config.match.macs
     assert section["match_ratio"] == pytest.approx(config.match.solution.ratio)
