@@ -5,7 +5,7 @@ Read by the identity of a run and by whatever groups records into arms; nothing 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -48,3 +48,8 @@ LATER: Mapping[str, Any] = MappingProxyType(
 Such a key counts only where it has another value, so that the runs recorded before it are found again; a configuration
 that was written before it has that value.
 """
+
+
+def is_below(key: str, groups: Iterable[str]) -> bool:
+    """Whether a dotted key is one of these, or lies in a group of that name."""
+    return any(key == group or key.startswith(f"{group}.") for group in groups)

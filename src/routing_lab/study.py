@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from routing_lab.config import Composer, Config, ConfigError, Loaded, check_overrides, identity, run_folder
-from routing_lab.config.match import told, with_target
+from routing_lab.config.match import given, told, with_target
 from routing_lab.config.nominal import placed_lines
 from routing_lab.config.probing import probe_settings
 from routing_lab.config.problems import Problem, alternatives, lines_of
@@ -154,7 +154,7 @@ def plan_study(
         overrides = [*registered.overrides, f"paths.runs={path.parent.parent}", *overrides]
     else:
         study = load_study(path)
-        scale = study.scale(_taken("scale", overrides) or next(iter(study.scales)))
+        scale = study.scale(given("scale", overrides) or next(iter(study.scales)))
     hydra = [text for text in overrides if text.lstrip("+~").startswith("hydra")]
     extra = [text for text in overrides if text not in hydra and not text.startswith("scale=")]
     _refuse_own_keys(study, extra)
@@ -499,11 +499,6 @@ def _state(folder: Path) -> str:
         return str(read_run(folder)["status"])
     except RecordError:
         return "missing"
-
-
-def _taken(key: str, overrides: Sequence[str]) -> str | None:
-    values = [text.removeprefix(f"{key}=") for text in overrides if text.startswith(f"{key}=")]
-    return values[-1] if values else None
 
 
 def _at_least_two(text: str) -> int:

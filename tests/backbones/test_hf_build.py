@@ -93,7 +93,7 @@ def test_refusals_name_the_reason(tmp_path: Path) -> None:
         ([], r"give one of backbone\.folder"),
         (["backbone.folder=nowhere"], "config.json"),
         (["backbone.hf_name=nobody/nothing"], "cache has no such name; backbone.download=true"),
-        ([swin], "swin: is not routed; expected one of vit, deit"),
+        ([swin], "swin: is not routed; expected one of vit, vit_msn, deit"),
         ([bare, "+backbone.options={hiden: 3}"], "hiden: vit has no such key; known: .*hidden_size"),
         ([bare, "backbone.width=3"], "the model has 32"),
         ([bare, "init=pretrained"], "holds no weights"),

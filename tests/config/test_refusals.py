@@ -132,6 +132,11 @@ def refused(*overrides: str, config_dir: Path | None = None) -> list[str]:
         # backbone, data, files
         ("backbone.image_size=9", "backbone.image_size = 9: must be a multiple of backbone.patch_size=2"),
         ("backbone.patch_stride=3", "backbone.patch_stride = 3: must be at most backbone.patch_size=2"),
+        (
+            "data=planted backbone.patch_stride=1",
+            "data = planted: knows which of 16 patches matter, and the backbone makes 49 of an image; use",
+        ),
+        ("data=planted backbone.patch_size=4 data.patch_size=2", "data = planted: knows which of 16 patches matter"),
         ("backbone.heads=5", "backbone.heads = 5: must divide backbone.width=64"),
         ("backbone.class_token=false", "backbone.pool = token: needs backbone.class_token=true"),
         ("backbone.mlp=null", "backbone.mlp = null: may be null only where backbone.timm_name is set"),

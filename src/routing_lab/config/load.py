@@ -26,7 +26,7 @@ from routing_lab.config.remarks import ABOUT_FILES, REMARKS
 from routing_lab.config.schema import Config
 from routing_lab.config.shapes import complete_shape
 from routing_lab.data.schema import DATA_SETS
-from routing_lab.keys import LATER
+from routing_lab.keys import LATER, is_below
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -127,7 +127,7 @@ def _check(composed: DictConfig, facts: BackboneFacts | None, problems: list[Pro
         if DATA_SETS[data_set].modality != modality:
             covered.add("data")  # follow a shape that this backbone does not have
     for problem in [*unresolved, *invalid]:
-        if not _covered(problem.key, covered | {known.key for known in problems}):
+        if not is_below(problem.key, covered | {known.key for known in problems}):
             problems.append(problem)
     for axis, refused in outside_members(sections).items():
         problems += refused
@@ -287,8 +287,3 @@ def _fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
 
 def _keys(model: type[BaseModel]) -> set[str]:
     return set(_fields(model))
-
-
-def _covered(key: str, reported: set[str]) -> bool:
-    """Whether a problem of this key, or of the group it lies in, is reported already."""
-    return any(key == other or key.startswith(f"{other}.") for other in reported)

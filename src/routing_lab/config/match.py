@@ -72,10 +72,10 @@ def with_target(
         ConfigError: that arm is matched itself, has no nominal cost, or cannot be composed.
     """
     words = list(overrides[arm])
-    to = _given("match.to", words) or ""
-    if to not in overrides or not _given("match.key", words) or _given("match.macs", words):
+    to = given("match.to", words) or ""
+    if to not in overrides or not given("match.key", words) or given("match.macs", words):
         return words
-    if _given("match.key", overrides[to]):
+    if given("match.key", overrides[to]):
         raise ConfigError([Problem.of("match.to", to, "that arm is matched itself; name an arm that is not")])
     config = compose(overrides[to])
     try:
@@ -93,6 +93,12 @@ def told(match: MatchConfig) -> str:
         f"match.key={match.key}: at {match.solution.value} the run costs {match.solution.macs:,} MACs, "
         f"{match.solution.ratio:.4f} of {share}the {round(match.macs):,} of {match.to or 'match.macs'}"
     )
+
+
+def given(key: str, overrides: Sequence[str]) -> str | None:
+    """What the last of the overrides sets a key to; None also where that is null."""
+    values = [text.removeprefix(f"{key}=") for text in overrides if text.startswith(f"{key}=")]
+    return values[-1] if values and values[-1] != "null" else None
 
 
 class _Refused(Exception):
@@ -214,12 +220,6 @@ def _shape(sections: Mapping[str, Any]) -> ModelShape:
         message = "match needs a vision transformer of timm whose MLP and number of classes are known beforehand"
         raise _Refused("backbone", backbone.name, message)
     return shape
-
-
-def _given(key: str, overrides: Sequence[str]) -> str | None:
-    """What the last of the overrides sets a key to; None also where that is null."""
-    values = [text.removeprefix(f"{key}=") for text in overrides if text.startswith(f"{key}=")]
-    return values[-1] if values and values[-1] != "null" else None
 
 
 def _roundest(numbers: range) -> int:

@@ -7,7 +7,7 @@ computes, see `unsaid`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -143,8 +143,14 @@ def placed_lines(config: Config) -> list[str]:
     return lines
 
 
-def nominal_macs(axes: RoutingAxes, shape: ModelShape) -> float:
+def nominal_macs(axes: RoutingAxes, shape: ModelShape, routers: Mapping[int, int] | None = None) -> float:
     """Nominal multiply-accumulates of one example, routers included.
+
+    Args:
+        axes: the configuration.
+        shape: of the model.
+        routers: of its routed layers, each with its router's multiply-accumulates for one token; None: as placed, and
+            as the configuration says.
 
     Raises:
         UnknownCost: there is no such number.
@@ -152,12 +158,20 @@ def nominal_macs(axes: RoutingAxes, shape: ModelShape) -> float:
     """
     if members := unsaid(axes):
         raise UnknownCost(f"only a run tells what {' '.join(members)} computes: its class has no `traits`")
-    routed = axes.placement.routed(shape.depth) if axes.router.traits.routes else []
+    if routers is None:
+        weights = axes.router.weights(shape.width)
+        if weights is None:
+            raise UnknownCost(f"only the class of router={axes.router.name} knows its own cost")
+        placed = axes.placement.routed(shape.depth) if axes.router.traits.routes else []
+        routers = dict.fromkeys(placed, weights)
+    routed = sorted(routers)
     counts = nominal_counts(axes, routed, shape.depth, shape.tokens, shape.prefix)
     if counts is None:
         raise UnknownCost(f"what capacity={axes.capacity.name} bypass={axes.bypass.name} keeps depends on the scores")
-    weights = axes.router.weights(shape.width)
-    if weights is None:
-        raise UnknownCost(f"only the class of router={axes.router.name} knows its own cost")
     layers = layer_tokens(routing_rules(axes, routed, shape.depth), counts)
-    return routed_macs(shape, layers).total + weights * sum(count.scored for count in counts)
+    return routed_macs(shape, layers).total + router_macs(routers, [count.scored for count in counts])
+
+
+def router_macs(routers: Mapping[int, int], tokens: Sequence[float]) -> float:
+    """Multiply-accumulates of the routers of one example: of each for one token, by layer, and the tokens it reads."""
+    return sum(tokens[layer] * number for layer, number in routers.items())

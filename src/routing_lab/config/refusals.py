@@ -104,6 +104,16 @@ def truth_is_known(router: RouterConfig, data: DataConfig) -> Iterator[Problem]:
         yield Problem.of("router", router.name, message)
 
 
+def truth_is_of_the_patches(data: DataConfig, facts: BackboneFacts) -> Iterator[Problem]:
+    """Data that know which patches matter know it of the patches that the backbone makes."""
+    if data.num_masked is None or facts.tokens is None:
+        return
+    patches = facts.tokens - len(facts.prefix)
+    if patches != data.num_masked:
+        message = f"knows which of {data.num_masked} patches matter, and the backbone makes {patches} of an image; use "
+        yield Problem.of("data", data.name, message + "the backbone's patch size, and backbone.patch_stride=null")
+
+
 def lists_have_an_entry_a_layer(
     sections: Mapping[str, Any], placement: PlacementConfig, router: RouterConfig, facts: BackboneFacts
 ) -> Iterator[Problem]:
@@ -404,6 +414,7 @@ REFUSALS: tuple[Check, ...] = (
     sublayer_allows,
     members_fit_the_backbone,
     truth_is_known,
+    truth_is_of_the_patches,
     lists_have_an_entry_a_layer,
     capacity_fits,
     prefix_survives,

@@ -35,6 +35,11 @@ class _Images(BaseModel):
     flip: bool = Field(description="whether mirroring an image keeps its class, so that augmentation may do it")
     shift: float = Field(ge=0, le=0.5, description="largest shift of augmentation, as a fraction of the image's side")
 
+    @property
+    def num_masked(self) -> int | None:
+        """Patches of an image of which the data say whether they decide the class; None: they do not."""
+        return None
+
     @field_validator("mean", "std")
     @classmethod
     def _one_value_a_channel(cls, values: list[float], info: ValidationInfo) -> list[float]:
@@ -180,6 +185,10 @@ class PlantedData(_Images):
     def grid(self) -> int:
         """Patches along one side."""
         return self.image_size // self.patch_size
+
+    @property
+    def num_masked(self) -> int:
+        return self.grid**2
 
     @property
     def num_symbols(self) -> int:

@@ -9,7 +9,7 @@ from routing_lab.evidence import formatting
 from routing_lab.evidence.arms import differing_keys, differing_things, group_arms
 from routing_lab.evidence.provenance import pairing_problems, short
 from routing_lab.evidence.tables import Column, Shown, Table
-from routing_lab.keys import LATER, VOLATILE
+from routing_lab.keys import LATER, VOLATILE, is_below
 from routing_lab.runs.records import compared_config, flatten
 
 MEASURED = ("metrics", "cost")
@@ -44,7 +44,7 @@ def uncontrolled(first: Mapping[str, Any], second: Mapping[str, Any], allowed: C
     seed must have seen the same data and begun at the same weights, unless what is allowed explains that.
     """
     things = differing_things(compared_config(first), compared_config(second))
-    besides = [thing for thing in things if not any(f"{thing}.".startswith(f"{key}.") for key in allowed)]
+    besides = [thing for thing in things if not is_below(thing, allowed)]
     lines = [f"{thing} differs too" for thing in besides]
     if first["seed"] != second["seed"]:
         return [*lines, *(["seed differs too"] if "seed" not in allowed else [])]
@@ -55,7 +55,7 @@ def uncontrolled(first: Mapping[str, Any], second: Mapping[str, Any], allowed: C
 def _sections(record: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """A record's entries as they are compared. What says how or why a run is executed stands apart."""
     config = flatten(LATER) | flatten(record["config"])
-    told = {key: value for key, value in config.items() if any(f"{key}.".startswith(f"{one}.") for one in VOLATILE)}
+    told = {key: value for key, value in config.items() if is_below(key, VOLATILE)}
     return {
         "config": {key: value for key, value in config.items() if key not in told},
         "execution": told,

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from routing_lab.evidence.study import Study, StudyError, parse_study
+from routing_lab.keys import is_below
 from routing_lab.runs.records import NOT_COMPARED, flatten, is_finished
 
 Event = Literal["registered", "revised", "amended"]
@@ -343,7 +344,7 @@ def _older_plan(path: Path) -> Plan:
 
 def _is_volatile(override: str) -> bool:
     key = override.lstrip("+~").split("=", 1)[0]
-    return any(key == name or key.startswith(f"{name}.") for name in NOT_COMPARED)
+    return is_below(key, NOT_COMPARED)
 
 
 def _shown(value: Any) -> str:

@@ -33,6 +33,7 @@ from routing_lab.evidence.rules import (
     parse_condition,
 )
 from routing_lab.evidence.statistics import MIN_SEEDS
+from routing_lab.keys import is_below
 from routing_lab.runs.records import comparable
 
 VerdictName = Literal["supports", "contradicted", "mixed", "inconclusive"]
@@ -580,12 +581,12 @@ def contrast_problems(name: str, contrast: Contrast, configs: Mapping[str, Mappi
     if not keys:
         return [f"{name}: {first} and {second} do not differ; they should in {declared}"]
     things = differing_things(comparable(configs[first]), comparable(configs[second]))
-    extra = [thing for thing in things if not any(_is_under(thing, allowed) for allowed in contrast.differ_in)]
+    extra = [thing for thing in things if not is_below(thing, contrast.differ_in)]
     if extra:
         return [
             f"{name}: not controlled: {first} and {second} also differ in {', '.join(extra)} (declared: {declared})"
         ]
-    absent = [allowed for allowed in contrast.differ_in if not any(_is_under(key, allowed) for key in keys)]
+    absent = [allowed for allowed in contrast.differ_in if not any(is_below(key, [allowed]) for key in keys)]
     if absent:
         return [f"{name}: {first} and {second} do not differ in {', '.join(absent)}, which is declared"]
     return []
@@ -742,10 +743,6 @@ def _summed(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
 
 def _differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
     return differing_keys(comparable(first), comparable(second))
-
-
-def _is_under(key: str, allowed: str) -> bool:
-    return key == allowed or key.startswith(f"{allowed}.")
 
 
 def _key(loc: Sequence[Any]) -> str:

@@ -81,7 +81,7 @@ def load_loss(trace: Trace) -> Tensor:
     constant: the gradient flows through p alone. Zero when no token is kept anywhere.
     """
     routed = _routed(trace)
-    fractions = torch.stack([layer.counts.sum() / _present(layer).sum() for layer in routed])
+    fractions = torch.stack([layer.counts.sum() / layer.present().sum() for layer in routed])
     means = torch.stack([_mean(_scores(layer), layer) for layer in routed])
     fractions = fractions.to(means.dtype)
     return (fractions * means).sum() / fractions.sum().clamp_min(torch.finfo(means.dtype).tiny)
@@ -224,7 +224,7 @@ def _log_probability(layer: LayerTrace) -> Tensor:
     """[B] logarithm of the probability that a layer's decisions about patches are drawn as they were."""
     odds = log_odds(layer)
     drawn = F.logsigmoid(torch.where(layer.mask(), odds, -odds))
-    return (drawn * ((layer.origin >= 0) & _present(layer))).sum(dim=1)
+    return (drawn * layer.patches()).sum(dim=1)
 
 
 def _halting(trace: Trace) -> list[Tensor | None]:
@@ -270,11 +270,6 @@ def log_odds(layer: LayerTrace) -> Tensor:
     """[B, N] log odds of keeping."""
     logits = _logits(layer)
     return logits[..., 0] if logits.shape[-1] == 1 else logits[..., 0] - logits[..., 1]
-
-
-def _present(layer: LayerTrace) -> Tensor:
-    """[B, N] bool, False at padding."""
-    return torch.ones_like(_scores(layer), dtype=torch.bool) if layer.valid is None else layer.valid
 
 
 def _mean(values: Tensor, layer: LayerTrace) -> Tensor:

@@ -89,6 +89,14 @@ class LayerTrace:
         """
         return self.counts if self.remaining is None else self.remaining
 
+    def present(self) -> Tensor:
+        """[B, N] bool: which of the entering tokens are none of padding."""
+        return torch.ones_like(self.origin, dtype=torch.bool) if self.valid is None else self.valid
+
+    def patches(self) -> Tensor:
+        """[B, N] bool: which of the entering tokens are patches (or words), and neither prefix nor padding."""
+        return (self.origin >= 0) & self.present()
+
     def mask(self) -> Tensor:
         """[B, N] bool: which of the tokens that entered the layer were kept."""
         batch, tokens = self.origin.shape

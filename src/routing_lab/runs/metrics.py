@@ -76,6 +76,9 @@ OF_PREDICTIONS = "test/acc"
 HEADLINES = tuple(f"test/{name}" for name in ("ppl", "acc", "loss"))
 """What a table shows of a run that is asked for nothing else: the first that runs have."""
 
+TRAIN_FLOPS = "cost/train_flops"
+"""Floating-point operations of training: of an epoch in a row of a history, of all epochs in a record."""
+
 COSTS = _declared(
     [
         Metric("cost/params", "params", "count", False),
@@ -87,7 +90,7 @@ COSTS = _declared(
         Metric("cost/router_macs", "router MACs", "macs", False),
         Metric("cost/teacher_macs", "teacher MACs", "macs", False),
         Metric("cost/tokens_processed", "tokens processed", "fraction", False),
-        Metric("cost/train_flops", "training FLOPs", "macs", False),
+        Metric(TRAIN_FLOPS, "training FLOPs", "macs", False),
         Metric("cost/attended_fraction", "attended", "fraction", False),
         Metric("cost/kv_bytes", "KV cache", "count", False, "bytes"),
         Metric("cost/kv_fraction", "KV bytes of dense", "fraction", False),
@@ -100,9 +103,6 @@ COSTS = _declared(
 """What every run costs, by its key in the record's section `cost`."""
 
 ATTENDED = "cost/attended_fraction"
-
-TRAIN_MACS = "cost/train_macs"
-"""Multiply-accumulates of an example's forward in training, in every row of a history."""
 
 EFFICIENCIES = (ATTENDED, "cost/kv_fraction", "cost/macs_fraction", "cost/tokens_processed")
 """What routing saved, beside the metrics of a run that measures it: attending tokens of the routed layers, and bytes of

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from routing_lab.config.training import ALL_ROUTERS
 from routing_lab.cost.measure import vision_shape
 from routing_lab.data import build_data
+from routing_lab.keys import is_below
 from routing_lab.streams import stream_seed
 from routing_lab.tasks.auxiliary import AuxiliaryLosses
 from routing_lab.tasks.meters import RoutingMeter, Totals
@@ -350,11 +351,7 @@ def freeze(model: nn.Module, names: Iterable[str]) -> None:
             for key, parameter in model.state_dict(keep_vars=True).items():
                 parameter.requires_grad_(parameter.requires_grad and not key.startswith("router."))
             continue
-        found = [
-            value
-            for own, value in backbone.named_parameters(remove_duplicate=False)
-            if own == name or own.startswith(f"{name}.")
-        ]
+        found = [value for own, value in backbone.named_parameters(remove_duplicate=False) if is_below(own, [name])]
         if not found:
             parts = [*dict(backbone.named_parameters(recurse=False)), *dict(backbone.named_children())]
             raise ValueError(

@@ -95,7 +95,7 @@ class Language(Task):
         totals = self.totals(_arrays(batch, plain.detach(), logits))
         if not trace:
             return loss, totals, {}
-        alone = losses.sum(dim=1) / counted.sum(dim=1).clamp_min(1)
+        alone = losses.sum(dim=1) / counted.sum(dim=1).clamp_min(1) if self.auxiliary.follow_task else None
         added, terms = self.auxiliary(trace[0], self.progress, alone)
         return loss + added, totals, terms
 

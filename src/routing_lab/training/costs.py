@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from routing_lab.config.nominal import layer_tokens, nominal_counts, routing_rules
+from routing_lab.config.nominal import UnknownCost, nominal_macs, router_macs
 from routing_lab.cost.macs import block_macs, dense_macs, routed_macs
 from routing_lab.cost.measure import WorkMeter, parameter_counts, sample_macs
-from routing_lab.runs.metrics import TRAIN_MACS
+from routing_lab.runs.metrics import TRAIN_FLOPS
 from routing_lab.tasks.base import Task
 
 if TYPE_CHECKING:
@@ -77,16 +77,12 @@ class CostMeter:
         maps that attention makes anyway. `macs_sd` is the standard deviation over examples. `tokens_processed`: tokens
         that layers compute, of those that a dense model does.
         """
-        shape, routed = self._shape, self._model.routed_layers
-        counts = nominal_counts(self._config, routed, shape.depth, shape.tokens, shape.prefix)
-        nominal = None
-        if counts is not None:
-            routers = _router_macs(self._routers, [count.scored for count in counts])
-            nominal = (
-                routed_macs(shape, layer_tokens(routing_rules(self._config, routed, shape.depth), counts)).total
-                + routers
-            )
-        routers = _router_macs(self._routers, self.work.router())
+        shape = self._shape
+        try:
+            nominal: float | None = nominal_macs(self._config, shape, self._routers)
+        except UnknownCost:
+            nominal = None
+        routers = router_macs(self._routers, self.work.router())
         measured = routed_macs(shape, self.work.mean()).total + routers
         return {
             **parameter_counts(self._model),
@@ -102,18 +98,21 @@ class CostMeter:
 
 
 class TrainingCost(pl.Callback):
-    """Notes in every epoch what the first batch costs to compute forward: `TRAIN_MACS` of an example, in the history.
+    """Notes in every epoch what it costs, `TRAIN_FLOPS` in the history, by what its first batch computes.
 
     Training may compute other tokens than evaluation: capacities warm up, decisions are drawn, tokens are hidden and
     not removed. Not for compiled models, which asking for a trace would compile again.
 
     Args:
         shape: of the model.
+        teacher: of the dense model that is learned from; None: there is none.
     """
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: ModelShape, teacher: ModelShape | None = None) -> None:
         self._shape = shape
+        self._taught = 0.0 if teacher is None else dense_macs(teacher).total
         self._task: Any = None
+        self._batches = 0
         self._is_traced = False
         self._hooks: list[RemovableHandle] = []
 
@@ -122,7 +121,7 @@ class TrainingCost(pl.Callback):
     ) -> None:
         if batch_idx == 0:
             assert isinstance(pl_module, Task)
-            self._task = pl_module
+            self._task, self._batches = pl_module, int(trainer.num_training_batches) * trainer.world_size
             self._hooks = [
                 pl_module.model.register_forward_pre_hook(self._ask, with_kwargs=True),
                 pl_module.model.register_forward_hook(self._take),
@@ -136,27 +135,23 @@ class TrainingCost(pl.Callback):
         for hook in self._hooks:
             hook.remove()
         output, trace, *rest = found
-        self._task.measured[TRAIN_MACS] = sample_macs(trace, self._shape, router_weights(model)).mean().item()
+        macs = FORWARDS_PER_STEP * sample_macs(trace, self._shape, router_weights(model)) + self._taught
+        self._task.measured[TRAIN_FLOPS] = FLOPS_PER_MAC * macs.sum().item() * self._batches
         if self._is_traced:
             return found
         return (output, *rest) if rest else output
 
 
-def training_section(history: Sequence[Mapping[str, Any]], examples: int, teacher: ModelShape | None) -> dict[str, Any]:
-    """What training cost, for the section `cost`; nothing of an epoch is guessed that did not note its own.
+def training_section(history: Sequence[Mapping[str, Any]], teacher: ModelShape | None) -> dict[str, Any]:
+    """What training cost, for the section `cost`; nothing is said of a training of which an epoch noted nothing.
 
     Args:
         history: rows of the epochs.
-        examples: of an epoch.
         teacher: shape of the dense model that is learned from; None: there is none.
     """
-    taught = None if teacher is None else dense_macs(teacher).total
-    section = {} if taught is None else {"teacher_macs": taught}
-    noted: list[float] = [row[TRAIN_MACS] for row in history if TRAIN_MACS in row]
-    if len(noted) < len(history):
-        return section
-    macs = sum(FORWARDS_PER_STEP * epoch + (taught or 0) for epoch in noted)
-    return {"train_flops": FLOPS_PER_MAC * macs * examples, **section}
+    section = {} if teacher is None else {"teacher_macs": dense_macs(teacher).total}
+    noted = [row[TRAIN_FLOPS] for row in history if TRAIN_FLOPS in row]
+    return section if len(noted) < len(history) else {"train_flops": math.fsum(noted), **section}
 
 
 def router_weights(model: Any) -> dict[int, int]:
@@ -175,7 +170,3 @@ def _against_target(config: Config, measured: float) -> dict[str, float]:
     if config.match.key is not None and config.match.macs is not None:
         found = {"match_target": config.match.share * config.match.macs}
     return found | {key.replace("target", "ratio"): measured / target for key, target in found.items()}
-
-
-def _router_macs(weights: Mapping[int, int], tokens: Sequence[float]) -> float:
-    return sum(tokens[layer] * number for layer, number in weights.items())

@@ -172,7 +172,5 @@ def is_spike(loss: float, before: Sequence[float]) -> bool:
 def _of_patches(layer: LayerTrace) -> tuple[Tensor, Tensor]:
     """Scores [B, N] in double precision, 0 where there is no patch, and [B, N] bool, where there is one."""
     assert layer.scores is not None
-    patches = layer.origin >= 0
-    if layer.valid is not None:
-        patches = patches & layer.valid
+    patches = layer.patches()
     return layer.scores.double() * patches, patches

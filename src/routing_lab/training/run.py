@@ -222,7 +222,9 @@ def _train_and_test(
 
     task = task_class(model, config.train, config.seed, outputs, teacher, config.losses, **config.task.options)
     task.inspect(data)
-    keeper = _fit(task, data, folder, config, record, tracking)
+    learned_from = None if teacher is None else vision_shape(teacher.get_submodule("backbone"))
+    cost = [] if config.train.compile else [TrainingCost(task.cost_shape(data), learned_from)]
+    keeper = _fit(task, data, folder, config, record, tracking, cost)
     if config.train.selection == "best" and keeper.history:
         task.evaluated.load_state_dict(load_file(folder.best))
     record["metrics"] = _selected_metrics(keeper, config.train.selection, task.quantities)
@@ -231,8 +233,7 @@ def _train_and_test(
     measured = keeper.warnings or [line for line in [small_update_warning(task)] if line]
     if not any("scaling.normalize=unit_mean" in line for line in record["warnings"]):
         record["warnings"] += measured  # the configuration's own check did not foresee it
-    learned_from = None if teacher is None else vision_shape(teacher.get_submodule("backbone"))
-    record["cost"] |= training_section(keeper.history, data.sizes["train"], learned_from)
+    record["cost"] |= training_section(keeper.history, learned_from)
     record["cost"] |= {
         "train_seconds": keeper.seconds,
         f"train_{task.unit}_per_second": keeper.examples / keeper.seconds if keeper.seconds else None,
@@ -247,9 +248,18 @@ def _train_and_test(
 
 
 def _fit(
-    task: Task, data: Any, folder: RunFolder, config: Config, record: dict[str, Any], tracking: Tracking
+    task: Task,
+    data: Any,
+    folder: RunFolder,
+    config: Config,
+    record: dict[str, Any],
+    tracking: Tracking,
+    watching: Sequence[pl.Callback],
 ) -> Keeper:
-    """Train from the newest whole checkpoint, or from the beginning; returns the keeper with the whole history."""
+    """Train from the newest whole checkpoint, or from the beginning; returns the keeper with the whole history.
+
+    watching: callbacks that add to what an epoch has measured, before the keeper writes it down.
+    """
     shown = _progress(config)
     line = [EpochLine(run_name(config), config.train.epochs, task.quantities)] if shown == "plain" else []
     keeper = Keeper(folder, record, record["run_id"], config.train.selection, f"val/{task.selects}", [*line, tracking])
@@ -264,7 +274,7 @@ def _fit(
         config,
         callbacks=[
             *([Dynamics(config.train.dynamics)] if config.train.dynamics else []),
-            *([] if config.train.compile else [TrainingCost(task.cost_shape(data))]),
+            *watching,
             *(keeper, tracking),
             *([Bar()] if shown == "bar" else []),
         ],
@@ -296,24 +306,25 @@ def _fit(
 def _test(task: Task, data: Any, folder: RunFolder, config: Config, record: dict[str, Any]) -> dict[str, float]:
     """One pass over the test split: predictions, metrics, measured tokens and cost; then what else the task tests."""
 
-    def tested(loader: Any, shape: ModelShape) -> tuple[CostMeter, dict[str, float], dict[str, float]]:
+    def tested(loader: Any, shape: ModelShape) -> tuple[CostMeter, dict[str, Any], dict[str, float], dict[str, float]]:
         meter = CostMeter(task.model, config, shape)
         trainer = _trainer(config, callbacks=[_CountTokens(meter)], enable_progress_bar=False, devices=1)
         trainer.test(task, dataloaders=loader, verbose=False)
+        section = meter.section()
         measured = {name: task.measured[f"test/{name}"] for name in task.quantities}
-        return meter, measured, task.efficiency(meter.section(), shape, meter.work.mean())
+        return meter, section, measured, task.efficiency(section, shape, meter.work.mean())
 
     metrics: dict[str, float] = {}
     if config.train.epochs == 0:
         trainer = _trainer(config, enable_progress_bar=False, devices=1)
         trainer.validate(task, dataloaders=data.val_dataloader(), verbose=False)
         metrics |= task.measured
-    meter, _, efficiency = tested(data.test_dataloader(), task.cost_shape(data))
+    meter, section, _, efficiency = tested(data.test_dataloader(), task.cost_shape(data))
     folder.write_predictions(task.predictions | {"macs": meter.by_example()})
     record["routing"] = task.routing.section() | meter.tokens()
     metrics |= {name: value for name, value in task.measured.items() if name.startswith("test/")}
-    further, costs = task.further_tests(config, data, lambda loader, shape: tested(loader, shape)[1:], efficiency)
-    record["cost"] = meter.section() | efficiency | costs
+    further, costs = task.further_tests(config, data, lambda loader, shape: tested(loader, shape)[2:], efficiency)
+    record["cost"] = section | efficiency | costs
     return metrics | further
 
 

@@ -19,6 +19,9 @@ class TextWindows(BaseModel):
     any_length: ClassVar[bool] = True
     """The text can be read in windows of other lengths too."""
 
+    num_masked: ClassVar[None] = None
+    """A text has no patches."""
+
     context: int = Field(ge=1, description="tokens of a window; each predicts the next one")
     epoch_windows: int | None = Field(ge=1, description="training windows of one epoch; null = all")
     eval_windows: int | None = Field(ge=1, description="windows of `val` and of `test`, spread evenly; null = all")
