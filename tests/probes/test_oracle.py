@@ -8,7 +8,7 @@ import torch
 from tests.probes.test_probes import by_key, examples
 from tests.routing.tiny import routed
 
-from routing_lab.probes.oracle import LeaveOneOutOracle, most_valuable
+from routing_lab.probes.oracle import CHOOSERS, LeaveOneOutOracle, most_valuable
 
 
 def test_as_many_are_kept_and_the_prefix_stays_as_it_was() -> None:
@@ -34,5 +34,6 @@ def test_the_oracle_beats_chance_at_the_same_budget(overrides: list[str]) -> Non
     assert found["accuracy/oracle_above_random"].value == pytest.approx(
         found["accuracy/oracle"].value - found["accuracy/random"].value
     )
+    assert all(0 <= found[f"accuracy/{name}"].low <= found[f"accuracy/{name}"].high <= 1 for name in CHOOSERS)
     for name, values in arrays.items():
         np.testing.assert_allclose(alone[name], values, atol=1e-6)

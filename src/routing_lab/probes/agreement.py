@@ -46,14 +46,14 @@ class MaskAgreement(Probe):
             area, fraction = float(mask.mean()), float(kept.mean())
             entered = np.where(np.isfinite(scores), scores, -np.inf)
             findings += [
-                Finding.mean("auc", auc(entered, mask), layer=layer, chance=0.5),
-                Finding.mean("iou", iou(kept, mask), layer=layer, chance=chance_overlap(fraction, area)),
-                Finding.mean("recall", share(kept, mask), layer=layer, chance=fraction),
-                Finding.mean("background_of_kept", share(~mask, kept), layer=layer, chance=1 - area),
-                Finding.mean("background_of_pruned", share(~mask, ~kept), layer=layer, chance=1 - area),
+                Finding.share("auc", auc(entered, mask), layer=layer, chance=0.5),
+                Finding.share("iou", iou(kept, mask), layer=layer, chance=chance_overlap(fraction, area)),
+                Finding.share("recall", share(kept, mask), layer=layer, chance=fraction),
+                Finding.share("background_of_kept", share(~mask, kept), layer=layer, chance=1 - area),
+                Finding.share("background_of_pruned", share(~mask, ~kept), layer=layer, chance=1 - area),
             ]
             if edge is not None:
                 findings.append(
-                    Finding.mean("boundary_kept", share(edge, kept), layer=layer, chance=float(edge.mean()))
+                    Finding.share("boundary_kept", share(edge, kept), layer=layer, chance=float(edge.mean()))
                 )
         return findings

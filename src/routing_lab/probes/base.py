@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -90,6 +90,12 @@ class Finding:
         """The mean over examples with its t interval."""
         value, low, high, n = mean_interval(np.asarray(values, dtype=np.float64))
         return cls(name, value, low, high, n, **place)
+
+    @classmethod
+    def share(cls, name: str, values: Any, **place: Any) -> Finding:
+        """The mean over examples of shares, whose t interval ends at 0 and 1."""
+        found = cls.mean(name, values, **place)
+        return replace(found, low=float(np.clip(found.low, 0, 1)), high=float(np.clip(found.high, 0, 1)))
 
 
 class Probe(ABC):

@@ -88,7 +88,10 @@ class LeaveOneOutOracle(Probe):
         return arrays
 
     def summarise(self, arrays: Arrays) -> list[Finding]:
-        findings = [Finding.mean(name, values) for name, values in arrays.items()]
+        findings = []
+        for name in CHOOSERS:
+            findings.append(Finding.mean(f"loss/{name}", arrays[f"loss/{name}"]))
+            findings.append(Finding.share(f"accuracy/{name}", arrays[f"accuracy/{name}"]))
         for other in ("own", "random"):
             below = arrays[f"loss/{other}"] - arrays["loss/oracle"]
             above = arrays["accuracy/oracle"] - arrays[f"accuracy/{other}"]

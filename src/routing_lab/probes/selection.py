@@ -66,28 +66,28 @@ class SelectionBehaviour(Probe):
         deployed, training = (torch.from_numpy(arrays[name]) for name in ("kept", "kept_in_training"))
         layers = arrays["layer"][0].tolist()
         fraction = kept.mean(axis=2)
-        findings = [Finding.mean("kept", fraction[:, rank], layer=layer) for rank, layer in enumerate(layers)]
+        findings = [Finding.share("kept", fraction[:, rank], layer=layer) for rank, layer in enumerate(layers)]
         for rank, layer in enumerate(layers):
             by_position, majority = position_predictability(kept[:, rank])
             findings.append(Finding("by_position", by_position, n=len(kept), layer=layer, chance=majority))
             agreement = jaccard(deployed[:, rank], training[:, rank])
-            findings.append(Finding.mean("training_agreement", agreement, layer=layer))
+            findings.append(Finding.share("training_agreement", agreement, layer=layer))
             if rank:
                 chance = chance_overlap(fraction[:, rank - 1].mean(), fraction[:, rank].mean())
                 overlap = jaccard(deployed[:, rank - 1], deployed[:, rank])
-                findings.append(Finding.mean("overlap", overlap, layer=layer, chance=chance))
+                findings.append(Finding.share("overlap", overlap, layer=layer, chance=chance))
                 ranks = within(arrays["scores"][:, rank - 1], arrays["scores"][:, rank], "spearman")
                 findings.append(Finding.mean("overlap_rank", ranks, layer=layer, chance=0.0))
-        findings.append(Finding.mean("dead", 1 - kept.any(axis=1).mean(axis=1)))
+        findings.append(Finding.share("dead", 1 - kept.any(axis=1).mean(axis=1)))
         load = kept.sum(axis=(0, 2)).astype(np.float64)
         violation = float((load.max() - load.mean()) / max(load.mean(), 1e-12))
         findings.append(Finding("load_violation", violation, n=len(kept)))
         overall = fraction.mean(axis=1)
         hard = arrays["loss"] > np.median(arrays["loss"])
-        findings += [Finding.mean("kept_of_easy", overall[~hard]), Finding.mean("kept_of_hard", overall[hard])]
+        findings += [Finding.share("kept_of_easy", overall[~hard]), Finding.share("kept_of_hard", overall[hard])]
         if "target" in arrays:
             for label in np.unique(arrays["target"]).tolist():
-                findings.append(Finding.mean(f"kept_of_class_{label}", overall[arrays["target"] == label]))
+                findings.append(Finding.share(f"kept_of_class_{label}", overall[arrays["target"] == label]))
         return findings
 
     def compare(self, first: Arrays, second: Arrays) -> Finding | None:
@@ -96,7 +96,7 @@ class SelectionBehaviour(Probe):
             return None
         overlap = jaccard(torch.from_numpy(one), torch.from_numpy(other)).mean(dim=1)
         shares = zip(one.mean(axis=(0, 2)).tolist(), other.mean(axis=(0, 2)).tolist(), strict=True)
-        return Finding.mean("overlap", overlap, chance=fmean(chance_overlap(*pair) for pair in shares))
+        return Finding.share("overlap", overlap, chance=fmean(chance_overlap(*pair) for pair in shares))
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class CapacitySweep(Probe):
 
     def summarise(self, arrays: Arrays) -> list[Finding]:
         return [
-            Finding.mean(f"{name}_at_{fraction:g}", arrays[f"{source}_{fraction:g}"])
-            for name, source in (("accuracy", "correct"), ("tokens", "kept"))
+            measured(f"{name}_at_{fraction:g}", arrays[f"{source}_{fraction:g}"])
+            for name, source, measured in (("accuracy", "correct", Finding.share), ("tokens", "kept", Finding.mean))
             for fraction in self.fractions
         ]

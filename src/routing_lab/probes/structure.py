@@ -135,7 +135,7 @@ class AttentionStructure(Probe):
                 ]
             findings.append(Finding.mean("head_variance", arrays["head_variance"][:, layer], layer=layer))
             overlap, chance = arrays["head_overlap"][:, layer], self.top / (2 - self.top)
-            findings.append(Finding.mean("head_overlap", overlap, layer=layer, chance=chance))
+            findings.append(Finding.share("head_overlap", overlap, layer=layer, chance=chance))
             for name in JOINED:
                 joined = _correlated(arrays[name][:, layer], arrays["loss"])
                 findings.append(Finding(f"{name}_and_loss", *joined, layer=layer, chance=0.0))
