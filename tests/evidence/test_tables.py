@@ -255,6 +255,14 @@ def test_numbers(value: Any, kind: formatting.Kind, signed: bool, text: str) -> 
     assert formatting.number(value, kind, signed=signed) == text
 
 
+@pytest.mark.parametrize(
+    ("confidence", "text"),
+    [(0.95, "95 %"), (0.9, "90 %"), (0.9775, "97.75 %"), (0.9992, "99.92 %"), (0.999985, "99.9985 %"), (1.0, "100 %")],
+)
+def test_no_level_short_of_certainty_is_shown_as_certain(confidence: float, text: str) -> None:
+    assert formatting.level(confidence) == text
+
+
 def test_seeds_and_values_as_text() -> None:
     assert formatting.runs_of([5, 0, 1, 2, 3, 8, 9]) == "0-3, 5, 8, 9"
     assert formatting.value_text([0.5, 0.25]) == "[0.5,0.25]"

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -180,6 +181,26 @@ def test_history_and_predictions(tmp_path: Path) -> None:
 def test_scale_label(backbone: str, data: str, recipe: str, label: str) -> None:
     config = {"backbone": {"name": backbone}, "data": {"name": data}, "train": {"name": recipe}, "seed": 0}
     assert records.scale_label(records.new_record(config, run_id="a", name="a", command="")) == label
+
+
+@pytest.mark.parametrize(
+    ("init", "epochs", "label"),
+    [
+        ({"kind": "checkpoint", "path": "vit.safetensors"}, 0, "real"),
+        ({"kind": "pretrained"}, 0, "real"),
+        ({"kind": "dense", "path": "vit.safetensors", "epochs": 0}, 0, "real"),
+        ({"kind": "dense", "path": "vit.safetensors", "epochs": 5}, 0, "small"),
+        ({"kind": "checkpoint", "path": "vit.safetensors"}, 5, "small"),
+        ({"kind": "dense", "path": None, "epochs": 5}, 0, "small"),
+        ({"kind": "scratch"}, 0, "small"),
+    ],
+)
+def test_published_weights_without_training_are_of_real_scale(init: dict[str, Any], epochs: int, label: str) -> None:
+    config = {"backbone": {"name": "dinov2_small"}, "data": {"name": "image_folder"}, "seed": 0}
+    config |= {"init": init, "train": {"name": "quick", "epochs": epochs}}
+    assert records.scale_label(records.new_record(config, run_id="a", name="a", command="")) == label
+    config["data"] = {"name": "digits"}
+    assert records.scale_label(records.new_record(config, run_id="a", name="a", command="")) == "toy"
 
 
 def test_reading_records_loads_no_torch_and_no_pandas() -> None:

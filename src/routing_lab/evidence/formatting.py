@@ -39,6 +39,13 @@ def interval(low: Any, high: Any, kind: Kind = "number", *, signed: bool = False
     return MISSING if MISSING in ends else f"[{ends[0]}, {ends[1]}]"
 
 
+def level(confidence: float) -> str:
+    """A level of confidence in percent, with two digits of what is missing to 100, so that none is shown as certain."""
+    missing = 100 * (1 - confidence)
+    digits = 2 if missing <= 0 else max(2, 1 - math.floor(math.log10(missing)))
+    return f"{100 * confidence:.{digits}f}".rstrip("0").rstrip(".") + " %"
+
+
 def duration(seconds: float) -> str:
     """A time in the unit that suits its length; `MISSING` where it is not known."""
     if math.isnan(seconds):

@@ -108,7 +108,7 @@ def sentence(result: StudyResult, effect: Effect) -> str:
     def shown(value: float, *, signed: bool = is_signed) -> str:
         return formatting.number(value, effect.kind, signed=signed)
 
-    level = f"{100 * (1 - result.look.levels.two_sided):.4g} %"
+    level = formatting.level(1 - result.look.levels.two_sided)
     text = f"{effect.name}: {effect.state_text}, {shown(effect.estimate)}{unit}"
     if effect.is_exact:
         return f"{text}, counted ({where})."

@@ -249,13 +249,13 @@ def effects_table(result: StudyResult) -> Table:
         Column("observed", "observed"),
         Column("predicted", "predicted"),
         Column("estimate", "estimate", "number"),
-        Column("interval", f"{_percent(1 - levels.two_sided)} interval", "interval"),
+        Column("interval", f"{formatting.level(1 - levels.two_sided)} interval", "interval"),
         Column("n", "n", "count"),
         Column("p", "p (t)", "p"),
         Column("role", "read by"),
         Column("note", "note"),
         Column("controlled", "controlled", is_detail=True),
-        Column("narrow", f"{_percent(1 - 2 * levels.one_sided)} interval", "interval", is_detail=True),
+        Column("narrow", f"{formatting.level(1 - 2 * levels.one_sided)} interval", "interval", is_detail=True),
         Column("bootstrap", "over seeds and examples", "interval", is_detail=True),
         Column("p_sign_flip", "p (signs)", "p", is_detail=True),
         Column("p_holm", "p (Holm)", "p", is_detail=True),
@@ -265,8 +265,8 @@ def effects_table(result: StudyResult) -> Table:
     margin = f"margin {_size(study, study.margin_size)}" if study.margin else "no margin"
     notes = (
         f"accuracies in percentage points; paired by seed, t intervals; {margin}; superior or inferior by the "
-        f"{_percent(1 - levels.two_sided)} interval, equivalent and non-inferior by the "
-        f"{_percent(1 - 2 * levels.one_sided)} interval (two one-sided tests); controlled: one thing differs; "
+        f"{formatting.level(1 - levels.two_sided)} interval, equivalent and non-inferior by the "
+        f"{formatting.level(1 - 2 * levels.one_sided)} interval (two one-sided tests); controlled: one thing differs; "
         "effects that no rule or control reads are exploratory; worth unpaired seeds: how many "
         "seeds of arms that share none would have given this standard error",
     )
@@ -525,7 +525,3 @@ def _size(study: Study, size: float, effect: str = "") -> str:
     is_ratio = effect in study.neutrals
     kind = "number" if is_ratio else formatting.metric(study.metric).kind
     return formatting.number(size, kind) + (" points" if kind == "percent" else "")
-
-
-def _percent(level: float) -> str:
-    return f"{100 * level:.4g} %"

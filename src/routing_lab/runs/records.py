@@ -309,15 +309,17 @@ def to_frame(records: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
 
 
 def scale_label(record: Mapping[str, Any]) -> str:
-    """`paper`, `small` or `toy`: what the run's backbone, data and recipe can stand for.
+    """`paper`, `real`, `small` or `toy`: what the run's backbone, data and recipe can stand for.
 
-    `paper`: a published backbone on a data set of the papers, under a recipe other than `quick`. `toy`: the embedded
-    or synthetic data, or a backbone of a few thousand parameters. `small`: everything between. Runs that are not
-    `paper` reproduce no published number.
+    `toy`: the embedded or synthetic data, or a backbone of a few thousand parameters. `real`: published weights, routed
+    without any training. `paper`: a published backbone on a data set of the papers, under a recipe other than `quick`.
+    `small`: everything between. Runs that are not `paper` reproduce no published number.
     """
     backbone, data = _member(record, "backbone"), _member(record, "data")
     if data in _TOY_DATA or backbone in _TOY_BACKBONES:
         return "toy"
+    if _has_published_weights(record) and _trained_epochs(record) == 0:
+        return "real"
     if data in _PAPER_DATA and backbone in _PAPER_BACKBONES and _recipe(record) != "quick":
         return "paper"
     return "small"
@@ -399,6 +401,18 @@ def _member(record: Mapping[str, Any], axis: str) -> str | None:
 def _recipe(record: Mapping[str, Any]) -> str | None:
     node = record["config"].get("train")
     return node.get("name") if isinstance(node, Mapping) else None
+
+
+def _has_published_weights(record: Mapping[str, Any]) -> bool:
+    init = record["config"].get("init") or {}
+    return init.get("kind") == "pretrained" or bool(init.get("path"))
+
+
+def _trained_epochs(record: Mapping[str, Any]) -> int | None:
+    """Epochs of training on the run's data, those of the dense run that it starts from included; None: not known."""
+    trained = (record["config"].get("train") or {}).get("epochs")
+    before = (record["config"].get("init") or {}).get("epochs")
+    return None if trained is None else trained + (before or 0)
 
 
 def _cell(value: Any) -> Any:
